@@ -1,0 +1,85 @@
+"""Messages as bytes, and back. One value has one encoding, and the decoder has one error: :class:`Malformed`.
+
+Messages are MessagePack arrays: the type's name, then its fields in order. The decoder checks every length against the
+schema before it takes memory, then encodes what it read and compares: whatever MessagePack can write in several ways
+(a longer integer, an integer for a float) is accepted in one of them only.
+
+On a stream each message is a frame: its length in four bytes, most significant first, then its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from phalanx.core.errors import Malformed
+from phalanx.core.messages import MAX_BODY, MAX_FRAME, Body, Message
+
+T = TypeVar("T")
+
+_HEADER = 4
+_encoder = msgspec.msgpack.Encoder()
+_message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_body_decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
+
+
+def encode(value: Message | Body) -> bytes:
+    """The one encoding of a message or body."""
+    return _encoder.encode(value)
+
+
+def decode_message(data: bytes) -> Message:
+    """The message in a frame, or :class:`Malformed`. Bodies inside it stay packed."""
+    return _decode(_message_decoder, data, MAX_FRAME)
+
+
+def decode_body(data: bytes) -> Body:
+    """The body in an envelope, or :class:`Malformed`."""
+    return _decode(_body_decoder, data, MAX_BODY)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, limit: int) -> T:
+    if len(data) > limit:
+        raise Malformed(f"{len(data)} bytes where at most {limit} are allowed")
+    try:
+        value = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Malformed(str(error)) from None
+    if _encoder.encode(value) != data:
+        raise Malformed("not in canonical form")
+    return value
+
+
+def encode_frame(message: Message) -> bytes:
+    """A message ready for a stream."""
+    data = encode(message)
+    if len(data) > MAX_FRAME:
+        raise ValueError(f"message: {len(data)} bytes, more than a frame's {MAX_FRAME}")
+    return len(data).to_bytes(_HEADER, "big") + data
+
+
+class FrameReader:
+    """Cuts a stream into frames. It holds no more than one frame beyond what it was last given."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take the next bytes of the stream; yield the frames that are whole. :class:`Malformed` ends the stream."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _HEADER:
+                size = int.from_bytes(self._buffer[start : start + _HEADER], "big")
+                if not 0 < size <= MAX_FRAME:
+                    raise Malformed(f"a frame of {size} bytes where 1 to {MAX_FRAME} are allowed")
+                end = start + _HEADER + size
+                if len(self._buffer) < end:
+                    break
+                frame = bytes(self._buffer[start + _HEADER : end])
+                start = end
+                yield frame
+        finally:
+            del self._buffer[:start]

@@ -1,0 +1,167 @@
+"""Identities, signatures and hashes. One Ed25519 key is both the libp2p identity and the signer of messages.
+
+Nothing is hashed or signed without a domain: a value made for one purpose never passes for another.
+Hashes use BLAKE3 in its key-derivation mode, whose context string is that domain; signatures are prefixed with theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from enum import StrEnum
+from pathlib import Path
+
+import base58
+from blake3 import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from phalanx.core.errors import LocalError
+
+DIGEST_SIZE = 32
+KEY_SIZE = 32
+SIGNATURE_SIZE = 64
+
+# libp2p's protobuf forms: key type Ed25519, then the bytes of the key.
+_PRIVATE_PREFIX = bytes.fromhex("08011240")
+_PUBLIC_PREFIX = bytes.fromhex("08011220")
+# A peer id is the "identity" multihash (code 0, length 36) of the public protobuf.
+_PEER_ID_PREFIX = bytes.fromhex("0024") + _PUBLIC_PREFIX
+
+# y-coordinates of the points of small order, sign bit cleared, in every encoding that decoders accept. Under such a
+# "key" one signature fits many messages, so that anybody could speak in its name.
+_SMALL_ORDER = frozenset(
+    bytes.fromhex(encoding)
+    for encoding in (
+        "0000000000000000000000000000000000000000000000000000000000000000",
+        "0100000000000000000000000000000000000000000000000000000000000000",
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+        "edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+        "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+    )
+)
+
+
+class Domain(StrEnum):
+    """What a signature is for. A signature in one domain says nothing in another."""
+
+    AGREED = "agreed"  # a message in a slot of the agreed broadcast
+    TIMEOUT = "timeout"
+    ENDORSEMENT = "endorsement"
+    OUTCOME = "outcome"
+    OPENING = "opening"
+    JOIN = "join"
+
+
+def compute_digest(purpose: str, *fields: bytes | memoryview) -> bytes:
+    """32 bytes that bind every field and its length to one purpose."""
+    hasher = blake3(derive_key_context=f"phalanx 1 {purpose}")
+    for field in fields:
+        hasher.update(memoryview(field).nbytes.to_bytes(8, "little"))
+        hasher.update(field)
+    return hasher.digest()
+
+
+def compute_commitment(run: bytes, step: int, attempt: int, owner: bytes, share: bytes, salt: bytes) -> bytes:
+    """The commitment to a share of randomness. It names its owner: a copied one opens for nobody."""
+    place = step.to_bytes(8, "little") + attempt.to_bytes(8, "little")
+    return compute_digest("share commitment", run, place, owner, share, salt)
+
+
+def is_usable_key(key: bytes) -> bool:
+    """Whether ``key`` can identify somebody: the right length, and not of small order."""
+    return len(key) == KEY_SIZE and key[:-1] + bytes([key[-1] & 0x7F]) not in _SMALL_ORDER
+
+
+def verify_signature(key: bytes, domain: Domain, payload: bytes, signature: bytes) -> bool:
+    if not is_usable_key(key):
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, _signed_bytes(domain, payload))
+    except (InvalidSignature, ValueError):  # ValueError: the bytes are no point of the curve
+        return False
+    return True
+
+
+def _signed_bytes(domain: Domain, payload: bytes) -> bytes:
+    return b"phalanx/1/" + domain.encode() + b"\x00" + payload
+
+
+def format_peer_id(key: bytes) -> str:
+    """A public key as libp2p prints it: ``12D3KooW...``."""
+    return base58.b58encode(_PEER_ID_PREFIX + key).decode()
+
+
+def parse_peer_id(text: str) -> bytes:
+    """The public key in a peer id, or :class:`LocalError`."""
+    try:
+        raw = base58.b58decode(text)
+    except ValueError:
+        raw = b""
+    key = raw[len(_PEER_ID_PREFIX) :]
+    if raw[: len(_PEER_ID_PREFIX)] != _PEER_ID_PREFIX or not is_usable_key(key) or format_peer_id(key) != text:
+        raise LocalError(f"{text!r} is not the id of an Ed25519 peer; expected something like 12D3KooW...")
+    return key
+
+
+class Identity:
+    """A private key. It prints as its peer id and leaves the process only through :meth:`save`."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._private = Ed25519PrivateKey.from_private_bytes(seed)
+        self._seed = seed
+        self.key: bytes = self._private.public_key().public_bytes_raw()
+        """The public key: this peer's name in every message."""
+
+    @classmethod
+    def generate(cls) -> Identity:
+        return cls(os.urandom(32))
+
+    @property
+    def peer_id(self) -> str:
+        return format_peer_id(self.key)
+
+    def sign(self, domain: Domain, payload: bytes) -> bytes:
+        return self._private.sign(_signed_bytes(domain, payload))
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id})"
+
+    def save(self, path: Path) -> None:
+        """Write the key to a new file that only its owner may read, in the form that libp2p reads."""
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise LocalError(f"{path} exists and is not overwritten: a lost key cannot be made again") from None
+        except OSError as error:
+            raise LocalError(f"cannot write {path}: {error.strerror}") from None
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_PRIVATE_PREFIX + self._seed + self.key)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise LocalError(f"cannot write {path}: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Read a key file; refuse one that others can read or that is not an Ed25519 key in libp2p's form."""
+        try:
+            with open(path, "rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                raw = file.read(len(_PRIVATE_PREFIX) + 64 + 1)
+        except FileNotFoundError:
+            raise LocalError(f"{path} does not exist; make a key with: phalanx keygen {path}") from None
+        except OSError as error:
+            raise LocalError(f"cannot read {path}: {error.strerror}") from None
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise LocalError(f"{path} can be read by others; make it yours alone with: chmod 600 {path}")
+        if len(raw) != len(_PRIVATE_PREFIX) + 64 or not raw.startswith(_PRIVATE_PREFIX):
+            raise LocalError(f"{path} is not an Ed25519 key in libp2p's form (68 bytes starting 08 01 12 40)")
+        identity = cls(raw[4:36])
+        if identity.key != raw[36:]:
+            raise LocalError(f"{path} is damaged: its public key does not belong to its private key")
+        return identity

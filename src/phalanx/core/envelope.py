@@ -1,0 +1,56 @@
+"""Signing a body into its slot, and checking that somebody did. No message means anything in another run, step,
+attempt, phase or domain, or after another history: all of that is under the signature.
+
+A message is identified by what was signed, not by the signature: a signer can make many signatures on one content, and
+that must not look like many messages.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phalanx.core.codec import decode_body, encode
+from phalanx.core.crypto import Domain, Identity, compute_digest, verify_signature
+from phalanx.core.errors import Malformed
+from phalanx.core.messages import BODY_OF_PHASE, DOMAIN_OF_BODY, Body, Phase, Signed
+
+
+def seal(identity: Identity, run: bytes, step: int, attempt: int, phase: Phase, previous: bytes, body: Body) -> Signed:
+    """``body``, signed by ``identity`` for one place in one run's history."""
+    domain = DOMAIN_OF_BODY[type(body)]
+    unsigned = Signed(domain, run, step, attempt, phase, identity.key, previous, encode(body), bytes(64))
+    return msgspec.structs.replace(unsigned, signature=identity.sign(domain, _content(unsigned)))
+
+
+def is_authentic(message: Signed) -> bool:
+    """Whether the sender signed exactly this."""
+    return verify_signature(message.sender, message.domain, _content(message), message.signature)
+
+
+def open_body(message: Signed) -> Body:
+    """The body of an authentic message; :class:`Malformed` if it is none, or not one of its domain or phase."""
+    body = decode_body(message.body)
+    if DOMAIN_OF_BODY[type(body)] != message.domain:
+        raise Malformed(f"a {type(body).__name__} signed as {message.domain}")
+    if message.domain is Domain.AGREED and BODY_OF_PHASE[message.phase] is not type(body):
+        raise Malformed(f"a {type(body).__name__} in phase {message.phase.name}")
+    return body
+
+
+def compute_message_digest(message: Signed) -> bytes:
+    """The name of a message: a digest of its content, whatever the signature."""
+    return compute_digest("message", message.domain.encode(), _content(message))
+
+
+def _content(message: Signed) -> bytes:
+    return msgspec.msgpack.encode(
+        (
+            message.run,
+            message.step,
+            message.attempt,
+            message.phase,
+            message.sender,
+            message.previous,
+            message.body,
+        )
+    )

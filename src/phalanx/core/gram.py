@@ -1,0 +1,127 @@
+"""The two passes over long rows that CenteredClip needs: their Gram matrix, and a weighted sum of them.
+
+Both read the rows in blocks, so the workspace is a few megabytes whatever the length. Sums across blocks are always
+float64. Within a block the arithmetic is *wide* (float64) or, for long rows on a CPU, *narrow* (float32), which is
+three times faster; a narrow Gram matrix comes with its error, measured by forming some of its blocks both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+# Numbers that are converted at once: 2 MiB in float64.
+_CONVERTED = 1 << 18
+# Products of float32 numbers are exact in float64; this bounds the error of summing such a block, with room to spare.
+_WIDE_ERROR = 1e-12
+
+# Narrow arithmetic: from how many numbers on it pays, how many columns one float32 product sums, how many numbers
+# go into one call (of whose blocks one is formed both ways), and the error assumed even where none is measured.
+_NARROW_FROM = 1 << 21
+_NARROW_COLUMNS = 2048
+_NARROW_CALL = 1 << 24
+_NARROW_ERROR = 1e-8
+# A row with a smaller square than this may have lost numbers to underflow in float32.
+_NARROW_LEAST_SQUARE = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class Gram:
+    """Inner products of the rows of each stack, on the host, and how exact they are."""
+
+    matrices: Array
+    """(batch, n, n)"""
+    measured_error: Array
+    """(batch, n, n): an estimate of the error, as a matrix; zero if wide"""
+    relative_error: float
+    """a bound on whatever else is wrong with an entry, relative to the norms of its two rows"""
+    wide: bool
+
+
+def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> Gram:
+    """The Gram matrix of each stack of ``(batch, n, d)``, about its row ``centre[b]`` if given (then always wide)."""
+    if stacks.is_cuda:
+        from phalanx.core.gram_cuda import compute_gram_cuda
+
+        matrices = compute_gram_cuda(stacks, centre).cpu().numpy()
+        return Gram(matrices, np.zeros_like(matrices), _WIDE_ERROR, wide=True)
+    if centre is None and stacks.dtype != torch.float64 and stacks[0].numel() >= _NARROW_FROM:
+        narrow, errors = zip(*(_narrow_gram(rows) for rows in stacks), strict=True)
+        matrices = np.stack(narrow)
+        if np.isfinite(matrices).all() and matrices.diagonal(axis1=1, axis2=2).min() > _NARROW_LEAST_SQUARE:
+            return Gram(matrices, np.stack(errors), _NARROW_ERROR, wide=False)
+    centres = [None] * len(stacks) if centre is None else centre.tolist()
+    matrices = np.stack([_wide_gram(rows, row).numpy() for rows, row in zip(stacks, centres, strict=True)])
+    return Gram(matrices, np.zeros_like(matrices), _WIDE_ERROR, wide=True)
+
+
+def combine(stacks: Tensor, weights: Array, *, wide: bool) -> Tensor:
+    """``weights[b] @ stacks[b]`` for every stack, summed in float64 (float32 if not wide), in the rows' type."""
+    if stacks.is_cuda:
+        from phalanx.core.gram_cuda import combine_cuda
+
+        return combine_cuda(stacks, torch.from_numpy(weights).to(stacks.device))
+    kind = torch.float64 if wide else torch.float32
+    out = torch.empty((stacks.shape[0], stacks.shape[2]), dtype=stacks.dtype)
+    for rows, factors, result in zip(stacks, torch.from_numpy(weights).to(kind), out, strict=True):
+        done = 0
+        if not wide:
+            for columns, blocks in _narrow_blocks(rows):
+                target = result[columns].view(len(blocks), 1, _NARROW_COLUMNS)
+                sums = target if target.dtype == kind else torch.empty_like(target, dtype=kind)
+                torch.bmm(factors.expand(len(blocks), 1, -1), blocks, out=sums)
+                if sums is not target:
+                    target.copy_(sums)
+                done = columns.stop
+        for columns in _column_blocks(rows, done, _CONVERTED // len(rows)):
+            result[columns] = factors @ rows[:, columns].to(kind)
+    return out
+
+
+def _wide_gram(rows: Tensor, centre: int | None = None, start: int = 0) -> Tensor:
+    total = torch.zeros((len(rows), len(rows)), dtype=torch.float64)
+    for columns in _column_blocks(rows, start, _CONVERTED // len(rows)):
+        block = rows[:, columns].to(torch.float64)
+        if centre is not None:
+            block = block - block[centre]
+        total.addmm_(block, block.T)
+    return total
+
+
+def _narrow_gram(rows: Tensor) -> tuple[Array, Array]:
+    """The Gram matrix from float32 blocks, and what its error would be if all blocks erred like the sampled ones."""
+    total = torch.zeros((len(rows), len(rows)), dtype=torch.float64)
+    error = torch.zeros_like(total)
+    done = 0
+    for columns, blocks in _narrow_blocks(rows):
+        products = torch.bmm(blocks, blocks.transpose(1, 2))
+        total += products.sum(0, dtype=torch.float64)
+        middle = len(blocks) // 2
+        error += len(blocks) * (products[middle] - _wide_gram(blocks[middle]))
+        done = columns.stop
+    if done < rows.shape[1]:
+        total += _wide_gram(rows, start=done)
+    return total.numpy(), error.numpy()
+
+
+def _narrow_blocks(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """All whole blocks of columns as float32 ``(count, n, _NARROW_COLUMNS)``, copied only to convert."""
+    at_once = _NARROW_CALL if rows.dtype == torch.float32 else _CONVERTED
+    width = max(at_once // (len(rows) * _NARROW_COLUMNS), 1) * _NARROW_COLUMNS
+    whole = rows.shape[1] // _NARROW_COLUMNS * _NARROW_COLUMNS
+    for columns in _column_blocks(rows[:, :whole], 0, width):
+        block = rows[:, columns].to(torch.float32)
+        yield columns, block.view(len(rows), -1, _NARROW_COLUMNS).transpose(0, 1)
+
+
+def _column_blocks(rows: Tensor, start: int, width: int) -> Iterator[slice]:
+    length, width = rows.shape[1], max(width, 1)
+    return (slice(at, min(at + width, length)) for at in range(start, length, width))

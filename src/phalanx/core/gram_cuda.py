@@ -1,0 +1,93 @@
+"""The two passes of ``gram.py`` on a GPU, in float64 throughout: Hopper's tensor cores make that as fast as reading.
+
+Triton comes with torch's CUDA builds. Each program sums a span of columns and writes its own result; nothing is
+added atomically, so the same bytes in give the same bytes out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SPAN = 8192
+_COMBINE_BLOCK = 1024
+
+
+@triton.jit
+def _gram_kernel(
+    rows, centre, out, n, d, stack_stride, row_stride, SPAN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    span, stack = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = tl.arange(0, TILE)
+    first = rows + stack * stack_stride
+    middle = tl.load(centre + stack)
+    total = tl.zeros((TILE, TILE), tl.float64)
+    for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, d), BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < d
+        mask = (index[:, None] < n) & inside[None, :]
+        block = tl.load(first + index[:, None].to(tl.int64) * row_stride + columns[None, :], mask=mask, other=0.0)
+        block = block.to(tl.float64)
+        if middle >= 0:
+            row = tl.load(first + middle * row_stride + columns, mask=inside, other=0.0).to(tl.float64)
+            block = tl.where(mask, block - row[None, :], 0.0)
+        total = tl.dot(block, tl.trans(block), total, out_dtype=tl.float64)
+    place = (stack * tl.num_programs(0) + span) * TILE * TILE
+    tl.store(out + place + index[:, None] * TILE + index[None, :], total)
+
+
+@triton.jit
+def _combine_kernel(rows, weights, out, n, d, stack_stride, row_stride, BLOCK: tl.constexpr):
+    stack = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < d
+    total = tl.zeros((BLOCK,), tl.float64)
+    row = rows + stack * stack_stride + columns
+    for i in range(n):
+        total += tl.load(weights + stack * n + i) * tl.load(row, mask=inside, other=0.0).to(tl.float64)
+        row += row_stride
+    tl.store(out + stack * d + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def compute_gram_cuda(stacks: Tensor, centre: npt.NDArray[np.intp] | None) -> Tensor:
+    """Float64 Gram matrices ``(batch, n, n)`` on the device; see ``gram.compute_gram``."""
+    batch, n, d = stacks.shape
+    if n > 128:  # a tile would no longer fit a multiprocessor
+        return _compute_gram_blocks(stacks, centre)
+    stacks = stacks if stacks.stride(2) == 1 else stacks.contiguous()
+    centres = torch.from_numpy(np.full(batch, -1) if centre is None else centre).to(stacks.device, torch.int64)
+    tile = max(16, triton.next_power_of_2(n))
+    spans = triton.cdiv(d, _SPAN)
+    out = torch.empty((batch, spans, tile, tile), dtype=torch.float64, device=stacks.device)
+    strides = stacks.stride(0), stacks.stride(1)
+    shape = {"SPAN": _SPAN, "TILE": tile, "BLOCK": max(16, 2048 // tile)}
+    warps = 1 if tile == 16 else 4
+    _gram_kernel[(spans, batch)](stacks, centres, out, n, d, *strides, **shape, num_warps=warps, num_stages=2)
+    return out.sum(1)[:, :n, :n]
+
+
+def _compute_gram_blocks(stacks: Tensor, centre: npt.NDArray[np.intp] | None) -> Tensor:
+    batch, n, d = stacks.shape
+    total = torch.zeros((batch, n, n), dtype=torch.float64, device=stacks.device)
+    width = max((1 << 22) // (batch * n), 1)
+    for start in range(0, d, width):
+        block = stacks[:, :, start : start + width].to(torch.float64)
+        if centre is not None:
+            block = block - block[torch.arange(batch), torch.from_numpy(centre)][:, None]
+        total.baddbmm_(block, block.transpose(1, 2))
+    return total
+
+
+def combine_cuda(stacks: Tensor, weights: Tensor) -> Tensor:
+    """``weights[b] @ stacks[b]`` in float64, rounded to the type of the rows."""
+    batch, n, d = stacks.shape
+    stacks = stacks if stacks.stride(2) == 1 else stacks.contiguous()
+    out = torch.empty((batch, d), dtype=stacks.dtype, device=stacks.device)
+    _combine_kernel[(triton.cdiv(d, _COMBINE_BLOCK), batch)](
+        stacks, weights.contiguous(), out, n, d, stacks.stride(0), stacks.stride(1), BLOCK=_COMBINE_BLOCK, num_warps=4
+    )
+    return out

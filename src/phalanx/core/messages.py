@@ -1,0 +1,474 @@
+"""Everything that peers say to one another: one frozen type for each thing the protocol says.
+
+Three families, in this order:
+
+* *bodies*, which travel inside :class:`Signed`. Those of the agreed broadcast fill a slot ``(step, attempt, phase,
+  sender)``; the others (timeouts, endorsements, outcomes, openings, join requests) have signature domains of their own.
+* *direct* messages on an authenticated link: long bytes in chunks, and requests.
+* *proofs*, which anybody can check offline. A complaint (a timeout, a part named missing) is never a proof.
+
+Fields are positional on the wire, so their order is part of the format. Every length has a limit here, and the decoder
+(``codec.py``) checks it before it takes memory. What a type cannot express, ``__post_init__`` refuses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from enum import IntEnum, StrEnum
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+
+from phalanx.core.crypto import DIGEST_SIZE, KEY_SIZE, SIGNATURE_SIZE, Domain
+
+MAX_MEMBERS = 1024
+MAX_PROJECTIONS = 8
+MAX_CASES = 64
+MAX_BALLOTS = 4096
+MAX_BODY = 1 << 18
+MAX_CHUNK = 1 << 20
+MAX_MANIFEST = 1 << 16
+MAX_FRAME = 1 << 22
+MAX_PATH = (MAX_MEMBERS - 1).bit_length()
+
+Digest: TypeAlias = Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+Key: TypeAlias = Annotated[bytes, Meta(min_length=KEY_SIZE, max_length=KEY_SIZE)]
+Signature: TypeAlias = Annotated[bytes, Meta(min_length=SIGNATURE_SIZE, max_length=SIGNATURE_SIZE)]
+Secret: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Step: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Attempt: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Index: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
+Size: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Chunk: TypeAlias = Annotated[bytes, Meta(max_length=MAX_CHUNK)]
+Path: TypeAlias = Annotated[tuple[Digest, ...], Meta(max_length=MAX_PATH)]
+Indices: TypeAlias = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
+Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_MEMBERS)]
+Platform: TypeAlias = Annotated[str, Meta(max_length=256)]
+
+
+class Phase(IntEnum):
+    """The agreed broadcasts of a step, in their order."""
+
+    COMMIT = 1
+    AGGREGATE = 2
+    AGGREGATE_AGAIN = 3  # after parts named missing were opened
+    REVEAL = 4
+    REPORT = 5
+    REPORT_AGAIN = 6  # after aggregates that some lacked were fetched
+    CONFIRM = 7
+    VOTE = 8
+    SEAL = 9
+    ABORT = 10
+
+
+class Verdict(StrEnum):
+    GUILTY = "guilty"
+    INNOCENT = "innocent"
+    NOT_RECEIVED = "not received"
+    INCONCLUSIVE = "inconclusive"
+
+
+class Rule(StrEnum):
+    """What is checked. The ids are used in code, tests, events and documents alike."""
+
+    REPORT = "V1"
+    SUM = "V2"
+    NORMS = "V3"
+    GRADIENT = "V4"
+    EQUIVOCATION = "E1"
+    REVEAL = "E2"
+    OPENING = "E3"
+    MALFORMED = "E4"
+    STATE = "E5"
+
+
+class _Said(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=str.lower):
+    """Fields in order, behind the name of the type; nothing more, nothing less."""
+
+
+def _require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise ValueError(complaint)
+
+
+def _is_increasing(values: tuple[int, ...] | tuple[bytes, ...]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(values))  # type: ignore[operator]
+
+
+# ---- Bodies of the agreed broadcast, one phase each
+
+
+class Commit(_Said, frozen=True):
+    """COMMIT. The Merkle root over the parts of my gradient (a validator has none); a commitment, see ``Reveal``."""
+
+    parts: Digest | None
+    share: Digest
+
+
+class Aggregate(_Said, frozen=True):
+    """AGGREGATE, and again. The digest of my part's aggregate, or whose parts I did not get (indices in the roster)."""
+
+    result: Digest | None
+    missing: Indices
+
+    def __post_init__(self) -> None:
+        _require((self.result is None) == bool(self.missing), "either a result or missing parts")
+        _require(_is_increasing(self.missing), "missing: not increasing")
+
+
+class Reveal(_Said, frozen=True):
+    """REVEAL. The share of randomness and the salt that open the commitment of COMMIT."""
+
+    share: Secret
+    salt: Secret
+
+
+class Finding(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a validator found about a contributor of the previous step."""
+
+    target: Key
+    verdict: Verdict
+
+
+class Report(_Said, frozen=True):
+    """REPORT, and again. For all parts ``j``: ``sums[j] = <z[j], clip(g[j] - a[j])>``, ``norms[j] = |g[j] - a[j]|``.
+
+    With more than one ``z``, ``sums`` holds those of the first for all parts, then of the second. ``lacking`` names the
+    aggregates I do not have; their entries are zero. A validator reports its findings instead.
+    """
+
+    sums: Annotated[tuple[float, ...], Meta(max_length=MAX_MEMBERS * MAX_PROJECTIONS)]
+    norms: Annotated[tuple[float, ...], Meta(max_length=MAX_MEMBERS)]
+    lacking: Indices
+    findings: Annotated[tuple[Finding, ...], Meta(max_length=MAX_CASES)]
+
+    def __post_init__(self) -> None:
+        _require(all(map(math.isfinite, self.sums)), "sums: not finite")
+        _require(all(math.isfinite(norm) and norm >= 0 for norm in self.norms), "norms: negative or not finite")
+        _require(len(self.sums) % max(len(self.norms), 1) == 0, "sums: not a multiple of the number of parts")
+        _require(_is_increasing(self.lacking), "lacking: not increasing")
+        _require(all(index < len(self.norms) for index in self.lacking), "lacking: no such part")
+
+
+class Confirm(_Said, frozen=True):
+    """CONFIRM. The digest of the new state; digests of accusations and of join requests; whether I leave."""
+
+    state: Digest
+    accusations: Annotated[tuple[Digest, ...], Meta(max_length=MAX_CASES)]
+    joins: Annotated[tuple[Digest, ...], Meta(max_length=MAX_CASES)]
+    leaving: bool
+
+    def __post_init__(self) -> None:
+        _require(_is_increasing(self.joins), "joins: not increasing")
+
+
+class Ballot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A vote on one accusation."""
+
+    case: Digest
+    verdict: Verdict
+
+
+class Vote(_Said, frozen=True):
+    """VOTE. One ballot for each open accusation."""
+
+    ballots: Annotated[tuple[Ballot, ...], Meta(max_length=MAX_BALLOTS)]
+
+    def __post_init__(self) -> None:
+        _require(_is_increasing(tuple(ballot.case for ballot in self.ballots)), "ballots: not increasing")
+
+
+class Seal(_Said, frozen=True):
+    """SEAL. Says nothing but the root of CONFIRM, which stands in the envelope."""
+
+
+class Abort(_Said, frozen=True):
+    """ABORT. Who ends this attempt, by a wrong share or an aggregate that almost nobody holds."""
+
+    culprits: Keys
+
+    def __post_init__(self) -> None:
+        _require(bool(self.culprits) and _is_increasing(self.culprits), "culprits: none, or not increasing")
+
+
+AgreedBody: TypeAlias = Commit | Aggregate | Reveal | Report | Confirm | Vote | Seal | Abort
+
+BODY_OF_PHASE: dict[Phase, type[AgreedBody]] = {
+    Phase.COMMIT: Commit,
+    Phase.AGGREGATE: Aggregate,
+    Phase.AGGREGATE_AGAIN: Aggregate,
+    Phase.REVEAL: Reveal,
+    Phase.REPORT: Report,
+    Phase.REPORT_AGAIN: Report,
+    Phase.CONFIRM: Confirm,
+    Phase.VOTE: Vote,
+    Phase.SEAL: Seal,
+    Phase.ABORT: Abort,
+}
+
+
+# ---- Other signed bodies, each with a domain of its own
+
+
+class Timeout(_Said, frozen=True):
+    """My deadline for the envelope's phase has passed, these members' messages are missing: a complaint, no proof."""
+
+    missing: Keys
+
+    def __post_init__(self) -> None:
+        _require(bool(self.missing) and _is_increasing(self.missing), "missing: none, or not increasing")
+
+
+class Endorsement(_Said, frozen=True):
+    """Slow path: I saw this value of ``owner``'s slot in time. Never evidence of equivocation."""
+
+    owner: Key
+    message: Digest
+
+
+class SlotOutcome(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the slow path settled on for one slot: no value, one, or the two that prove equivocation."""
+
+    phase: Phase
+    owner: Key
+    values: Annotated[tuple[Digest, ...], Meta(max_length=2)]
+
+    def __post_init__(self) -> None:
+        _require(_is_increasing(self.values), "values: not increasing")
+
+
+class Outcome(_Said, frozen=True):
+    """How a slow path ended, and who is out. A quorum of these settles its slots."""
+
+    slots: Annotated[tuple[SlotOutcome, ...], Meta(max_length=2 * MAX_MEMBERS)]
+    out: Keys
+
+    def __post_init__(self) -> None:
+        _require(_is_increasing(self.out), "out: not increasing")
+
+
+class Opening(_Said, frozen=True):
+    """The digest of one of my committed parts and its Merkle path, for all to check; its bytes follow."""
+
+    part: Index
+    digest: Digest
+    path: Path
+
+
+class Join(_Said, frozen=True):
+    """A candidate asks to be admitted. ``recent`` is a sealed root it knows, ``platform`` what it computes on."""
+
+    recent: Digest
+    platform: Platform
+
+
+OtherBody: TypeAlias = Timeout | Endorsement | Outcome | Opening | Join
+Body: TypeAlias = AgreedBody | OtherBody
+
+DOMAIN_OF_BODY: dict[type[Body], Domain] = {
+    **dict.fromkeys(BODY_OF_PHASE.values(), Domain.AGREED),
+    Timeout: Domain.TIMEOUT,
+    Endorsement: Domain.ENDORSEMENT,
+    Outcome: Domain.OUTCOME,
+    Opening: Domain.OPENING,
+    Join: Domain.JOIN,
+}
+
+
+class Signed(_Said, frozen=True):
+    """The envelope of every body. The signature covers the domain and every other field (``envelope.py``)."""
+
+    domain: Domain
+    run: Digest
+    step: Step
+    attempt: Attempt
+    phase: Phase
+    sender: Key
+    previous: Digest
+    """The root of the previous phase's messages."""
+    body: Annotated[bytes, Meta(max_length=MAX_BODY)]
+    """An encoded body: unpacked only after the signature was checked."""
+    signature: Signature
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(self.step, self.attempt, self.phase, self.sender)
+
+
+class Slot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+    """The place of an agreed message: nobody may sign two."""
+
+    step: Step
+    attempt: Attempt
+    phase: Phase
+    sender: Key
+
+
+# ---- Direct messages: long bytes, and requests for what is missing
+
+
+class PartChunk(_Said, frozen=True):
+    """scatter: bytes of ``owner``'s part ``part`` from ``offset`` on, and the path that ties it to the commitment."""
+
+    step: Step
+    attempt: Attempt
+    owner: Key
+    part: Index
+    path: Path
+    size: Size
+    offset: Size
+    data: Chunk
+
+    def __post_init__(self) -> None:
+        _require(self.offset + len(self.data) <= self.size, "data: beyond the part's size")
+
+
+class AggregateChunk(_Said, frozen=True):
+    """gather: bytes of the aggregate of part ``part`` from ``offset`` on."""
+
+    step: Step
+    attempt: Attempt
+    part: Index
+    size: Size
+    offset: Size
+    data: Chunk
+
+    def __post_init__(self) -> None:
+        _require(self.offset + len(self.data) <= self.size, "data: beyond the aggregate's size")
+
+
+class StateChunk(_Said, frozen=True):
+    """Bytes of the certified state after ``step``, for a joiner."""
+
+    step: Step
+    size: Size
+    offset: Size
+    data: Chunk
+
+    def __post_init__(self) -> None:
+        _require(self.offset + len(self.data) <= self.size, "data: beyond the state's size")
+
+
+class Relay(_Said, frozen=True):
+    """A message that its sender may have kept from you, with the endorsements that the slow path gathered for it."""
+
+    message: Signed
+    endorsements: Annotated[tuple[Signed, ...], Meta(max_length=MAX_MEMBERS)]
+
+
+class Manifest(_Said, frozen=True):
+    """The run's manifest in its canonical bytes."""
+
+    text: Annotated[bytes, Meta(max_length=MAX_MANIFEST)]
+
+
+class Certificate(_Said, frozen=True):
+    """The messages that settle a phase: all of the next phase, naming its root, or a quorum of outcomes."""
+
+    messages: Annotated[tuple[Signed, ...], Meta(max_length=MAX_MEMBERS)]
+
+
+class PullMessages(_Said, frozen=True):
+    slots: Annotated[tuple[Slot, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+
+
+class PullPart(_Said, frozen=True):
+    step: Step
+    attempt: Attempt
+    owner: Key
+    part: Index
+    offset: Size
+
+
+class PullAggregate(_Said, frozen=True):
+    step: Step
+    attempt: Attempt
+    part: Index
+    offset: Size
+
+
+class PullState(_Said, frozen=True):
+    step: Step
+    offset: Size
+
+
+class PullProof(_Said, frozen=True):
+    case: Digest
+
+
+class PullCertificate(_Said, frozen=True):
+    step: Step
+
+
+class PullManifest(_Said, frozen=True):
+    """The one request that a peer of another run may make."""
+
+
+# ---- Proofs and accusations
+
+
+class Equivocation(_Said, frozen=True):
+    """E1: two signed messages in one slot."""
+
+    first: Signed
+    second: Signed
+
+
+class WrongReveal(_Said, frozen=True):
+    """E2: a revealed share that does not open its owner's commitment."""
+
+    commit: Signed
+    reveal: Signed
+
+
+class WrongOpening(_Said, frozen=True):
+    """E3: an opening whose path does not lead to the committed root."""
+
+    commit: Signed
+    opening: Signed
+
+
+class MalformedBody(_Said, frozen=True):
+    """E4: a signed message whose body is outside the schema or its limits."""
+
+    message: Signed
+
+
+class Accusation(_Said, frozen=True):
+    """V1 and V4: ``accused``'s report or gradient is not what its committed bytes, or its public seed, give.
+
+    Its digest travels in CONFIRM. Voters pull the bytes it names, recompute, and vote.
+    """
+
+    rule: Rule
+    accused: Key
+    step: Step
+    attempt: Attempt
+    parts: Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
+    commit: Signed
+    report: Signed | None
+
+    def __post_init__(self) -> None:
+        _require(self.rule in (Rule.REPORT, Rule.GRADIENT), "rule: only V1 and V4 are voted on")
+        _require(_is_increasing(self.parts), "parts: not increasing")
+
+
+Proof: TypeAlias = Equivocation | WrongReveal | WrongOpening | MalformedBody
+Direct: TypeAlias = (
+    PartChunk
+    | AggregateChunk
+    | StateChunk
+    | Relay
+    | Manifest
+    | Certificate
+    | PullMessages
+    | PullPart
+    | PullAggregate
+    | PullState
+    | PullProof
+    | PullCertificate
+    | PullManifest
+)
+Message: TypeAlias = Signed | Direct | Proof | Accusation
+"""What a frame on the wire may hold."""
