@@ -43,10 +43,11 @@ Rows: TypeAlias = npt.NDArray[np.intp]
 
 # The promise is |sum clip| <= PROMISE * tau * n. The solver aims far below it; rounding may use up half of it.
 PROMISE = 1e-6
-_AIM = 1e-9
+_AIM = 1e-8
 _ROUNDING_SHARE = 0.5
-_QUICK = 0.2  # re-weighting goes on while each round shrinks the residual at least this much
-_NEWTON_ROUNDS = 100
+_FIRST_ROUNDS = 3
+_QUICK = 0.2  # after those, re-weighting goes on while each round shrinks the residual at least this much
+_MOST_ROUNDS = 100
 _BISECTIONS = 60
 _RECENTRINGS = 4
 _TINY, _HUGE = 1e-300, 1e150  # distances are clamped to these: nothing divides by zero or overflows
@@ -82,19 +83,13 @@ def centered_clip(parts: Tensor, tau: float, weights: Tensor | None = None) -> C
     stacks, tau, prior = _checked(parts, tau, weights)
     with torch.no_grad():
         solution = _solve_certified(stacks, tau, prior)
-        aggregate = combine(stacks, solution.weights, wide=solution.wide)
-    single = parts.ndim == 2
-
-    def to_tensor(values: Array) -> Tensor:
-        return torch.from_numpy(values[0] if single else values).to(parts.device)
-
-    return Clipped(
-        aggregate=aggregate[0] if single else aggregate,
-        weights=to_tensor(solution.weights),
-        distances=to_tensor(solution.distances),
-        residual=torch.from_numpy(np.asarray(solution.residual[0] if single else solution.residual)),
-        iterations=solution.rounds,
-    )
+        # One small copy to the device, and none after the long sum has started there.
+        small = torch.from_numpy(np.stack([solution.weights, solution.distances])).to(parts.device)
+        aggregate = combine(stacks, small[0], wide=solution.wide)
+    residual = torch.from_numpy(solution.residual)
+    if parts.ndim == 2:
+        return Clipped(aggregate[0], small[0, 0], small[1, 0], residual[0], solution.rounds)
+    return Clipped(aggregate, small[0], small[1], residual, solution.rounds)
 
 
 def _checked(parts: Tensor, tau: float, weights: Tensor | None) -> tuple[Tensor, float, Array]:
@@ -178,9 +173,10 @@ def _rounding_bound(gram: Gram, weights: Array, point: _Point, tau: float, prior
     offsets = np.eye(weights.shape[1]) - weights[:, None, :]  # g_i - v, as a combination of rows
     sizes = np.sqrt(gram.matrices.diagonal(axis1=1, axis2=2))
     reach = np.abs(offsets * sizes[:, None, :]).sum(axis=2)
-    measured = np.abs((np.matmul(offsets, gram.measured_error) * offsets).sum(axis=2))
     squares = point.distances**2
-    slack = measured + gram.relative_error * reach**2  # on |g_i - v|^2
+    slack = gram.relative_error * reach**2  # on |g_i - v|^2
+    if not gram.wide:
+        slack += np.abs((np.matmul(offsets, gram.measured_error) * offsets).sum(axis=2))
     clipped = squares + slack > tau**2
     relative = slack / np.maximum(np.maximum(2 * squares, slack), _TINY)  # on |g_i - v|, at most 1
     direct = math.sqrt(gram.relative_error) * np.abs(point.error * sizes).sum(axis=1)  # on the residual's own norm
@@ -211,15 +207,23 @@ class _Problem:
     prior: Array
 
     def at(self, u: Array) -> _Point:
-        products = np.matmul(self.about, u[:, :, None])[:, :, 0]
-        square = (u * products).sum(axis=1)
-        distances = self.about.diagonal(axis1=1, axis2=2) - 2 * products + square[:, None]
-        distances = np.sqrt(np.maximum(distances, 0))
-        pulls = self.pulls(self.prior, distances)
+        products, square, pulls, distances = self._pulls_at(u)
         total = pulls.sum(axis=1)
         error = pulls - total[:, None] * u
         residual = (error * np.matmul(self.about, error[:, :, None])[:, :, 0]).sum(axis=1)
         return _Point(u, products, square, distances, pulls, total, error, np.sqrt(np.maximum(residual, 0)))
+
+    def reweight(self, u: Array) -> Array:
+        _, _, pulls, _ = self._pulls_at(u)
+        reweighted: Array = pulls / pulls.sum(axis=1, keepdims=True)
+        return reweighted
+
+    def _pulls_at(self, u: Array) -> tuple[Array, Array, Array, Array]:
+        products = np.matmul(self.about, u[:, :, None])[:, :, 0]
+        square = (u * products).sum(axis=1)
+        squares = self.about.diagonal(axis1=1, axis2=2) - 2 * products + square[:, None]
+        distances = np.sqrt(np.maximum(squares, 0))
+        return products, square, self.pulls(self.prior, distances), distances
 
     def pulls(self, prior: Array, distances: Array) -> Array:
         pulls: Array = prior * (self.tau / np.maximum(distances, self.tau))
@@ -234,21 +238,23 @@ def _solve(matrices: Array, base: Rows, start: Array, tau: float, prior: Array) 
     problem = _Problem(about, tau, prior)
     aim = _AIM * tau * prior.sum(axis=1)
 
-    point, before, rounds = problem.at(start), np.inf, 0
-    while rounds < 1 or ((point.residual > aim).any() and (rounds < 3 or point.residual.max() <= _QUICK * before)):
+    u, rounds, before = start, _FIRST_ROUNDS, np.inf
+    for _ in range(_FIRST_ROUNDS):
+        u = problem.reweight(u)
+    point = problem.at(u)
+    while (point.residual > aim).any() and point.residual.max() <= _QUICK * before:
         before = point.residual.max()
         point = problem.at(point.pulls / point.total[:, None])
         rounds += 1
     if (point.residual > aim).any():
-        best, best_residual = point.u, point.residual
-        while (best_residual > aim).any() and rounds < _NEWTON_ROUNDS:
+        best = point
+        while (best.residual > aim).any() and rounds < _MOST_ROUNDS:
             point = _newton(problem, point, aim)
-            best = np.where((point.residual < best_residual)[:, None], point.u, best)
-            best_residual = np.minimum(point.residual, best_residual)
             rounds += 1
+            worse = point.residual > best.residual
+            best = problem.at(np.where(worse[:, None], best.u, point.u)) if worse.any() else point
         # Rows that depend on each other leave u undetermined; a last re-weighting makes it a proper mean again.
-        point = problem.at(best)
-        point = problem.at(point.pulls / point.total[:, None])
+        point = problem.at(best.pulls / best.total[:, None])
 
     weights = point.u.copy()
     weights[stack, base] = 0

@@ -63,15 +63,15 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
     return Gram(matrices, np.zeros_like(matrices), _WIDE_ERROR, wide=True)
 
 
-def combine(stacks: Tensor, weights: Array, *, wide: bool) -> Tensor:
+def combine(stacks: Tensor, weights: Tensor, *, wide: bool) -> Tensor:
     """``weights[b] @ stacks[b]`` for every stack, summed in float64 (float32 if not wide), in the rows' type."""
     if stacks.is_cuda:
         from phalanx.core.gram_cuda import combine_cuda
 
-        return combine_cuda(stacks, torch.from_numpy(weights).to(stacks.device))
+        return combine_cuda(stacks, weights)
     kind = torch.float64 if wide else torch.float32
     out = torch.empty((stacks.shape[0], stacks.shape[2]), dtype=stacks.dtype)
-    for rows, factors, result in zip(stacks, torch.from_numpy(weights).to(kind), out, strict=True):
+    for rows, factors, result in zip(stacks, weights.to(kind), out, strict=True):
         done = 0
         if not wide:
             for columns, blocks in _narrow_blocks(rows):

@@ -19,12 +19,21 @@ _COMBINE_BLOCK = 1024
 
 @triton.jit
 def _gram_kernel(
-    rows, centre, out, n, d, stack_stride, row_stride, SPAN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    centre,
+    out,
+    n,
+    d,
+    stack_stride,
+    row_stride,
+    CENTRED: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     span, stack = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index = tl.arange(0, TILE)
     first = rows + stack * stack_stride
-    middle = tl.load(centre + stack)
     total = tl.zeros((TILE, TILE), tl.float64)
     for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, d), BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -32,8 +41,8 @@ def _gram_kernel(
         mask = (index[:, None] < n) & inside[None, :]
         block = tl.load(first + index[:, None].to(tl.int64) * row_stride + columns[None, :], mask=mask, other=0.0)
         block = block.to(tl.float64)
-        if middle >= 0:
-            row = tl.load(first + middle * row_stride + columns, mask=inside, other=0.0).to(tl.float64)
+        if CENTRED:
+            row = tl.load(first + tl.load(centre + stack) * row_stride + columns, mask=inside, other=0.0).to(tl.float64)
             block = tl.where(mask, block - row[None, :], 0.0)
         total = tl.dot(block, tl.trans(block), total, out_dtype=tl.float64)
     place = (stack * tl.num_programs(0) + span) * TILE * TILE
@@ -59,12 +68,12 @@ def compute_gram_cuda(stacks: Tensor, centre: npt.NDArray[np.intp] | None) -> Te
     if n > 128:  # a tile would no longer fit a multiprocessor
         return _compute_gram_blocks(stacks, centre)
     stacks = stacks if stacks.stride(2) == 1 else stacks.contiguous()
-    centres = torch.from_numpy(np.full(batch, -1) if centre is None else centre).to(stacks.device, torch.int64)
+    centres = stacks if centre is None else torch.from_numpy(centre).to(stacks.device, torch.int64)
     tile = max(16, triton.next_power_of_2(n))
     spans = triton.cdiv(d, _SPAN)
     out = torch.empty((batch, spans, tile, tile), dtype=torch.float64, device=stacks.device)
     strides = stacks.stride(0), stacks.stride(1)
-    shape = {"SPAN": _SPAN, "TILE": tile, "BLOCK": max(16, 2048 // tile)}
+    shape = {"CENTRED": centre is not None, "SPAN": _SPAN, "TILE": tile, "BLOCK": max(16, 2048 // tile)}
     warps = 1 if tile == 16 else 4
     _gram_kernel[(spans, batch)](stacks, centres, out, n, d, *strides, **shape, num_warps=warps, num_stages=2)
     return out.sum(1)[:, :n, :n]
