@@ -47,7 +47,7 @@ _AIM = 1e-8
 _ROUNDING_SHARE = 0.5
 _FIRST_ROUNDS = 3
 _QUICK = 0.2  # after those, re-weighting goes on while each round shrinks the residual at least this much
-_MOST_ROUNDS = 100
+_NEWTON_ROUNDS = 100
 _BISECTIONS = 60
 _RECENTRINGS = 4
 _TINY, _HUGE = 1e-300, 1e150  # distances are clamped to these: nothing divides by zero or overflows
@@ -82,14 +82,24 @@ def centered_clip(parts: Tensor, tau: float, weights: Tensor | None = None) -> C
     """
     stacks, tau, prior = _checked(parts, tau, weights)
     with torch.no_grad():
-        solution = _solve_certified(stacks, tau, prior)
-        # One small copy to the device, and none after the long sum has started there.
-        small = torch.from_numpy(np.stack([solution.weights, solution.distances])).to(parts.device)
-        aggregate = combine(stacks, small[0], wide=solution.wide)
-    residual = torch.from_numpy(solution.residual)
-    if parts.ndim == 2:
-        return Clipped(aggregate[0], small[0, 0], small[1, 0], residual[0], solution.rounds)
-    return Clipped(aggregate, small[0], small[1], residual, solution.rounds)
+        # A GPU wants all stacks at once. Either way each is solved as if it were alone, to the last bit.
+        together = len(stacks) if parts.is_cuda else 1
+        groups = [slice(start, start + together) for start in range(0, len(stacks), together)]
+        results = [_clip_stacks(stacks[group], tau, prior[group]) for group in groups]
+    result = results[0] if len(results) == 1 else _concatenate(results)
+    if parts.ndim == 3:
+        return result
+    return Clipped(result.aggregate[0], result.weights[0], result.distances[0], result.residual[0], result.iterations)
+
+
+def _concatenate(results: list[Clipped]) -> Clipped:
+    return Clipped(
+        torch.cat([result.aggregate for result in results]),
+        torch.cat([result.weights for result in results]),
+        torch.cat([result.distances for result in results]),
+        torch.cat([result.residual for result in results]),
+        sum(result.iterations for result in results),
+    )
 
 
 def _checked(parts: Tensor, tau: float, weights: Tensor | None) -> tuple[Tensor, float, Array]:
@@ -124,38 +134,40 @@ def _checked(parts: Tensor, tau: float, weights: Tensor | None) -> tuple[Tensor,
     return stacks, radius, prior
 
 
-@dataclass(slots=True)
-class _Solution:
-    weights: Array  # (batch, n), barycentric
-    distances: Array  # (batch, n)
-    residual: Array  # (batch,)
-    rounds: int
-    wide: bool  # whether the aggregate, too, should be formed in float64
-
-
-def _solve_certified(stacks: Tensor, tau: float, prior: Array) -> _Solution:
+def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
     """Solve; where rounding in the Gram matrix could break the promise, form it anew around the nearest row."""
-    gram = compute_gram(stacks)
-    _refuse_non_finite(gram)
+    scale = prior.max(axis=1)
+    prior = prior / scale[:, None]
+    gram = _finite_gram(stacks, None)
     base = _medoids(gram.matrices, tau, prior)
-    start = np.zeros_like(prior)
-    rounds = 0
-    for recentred in range(_RECENTRINGS + 1):
-        weights, point, used = _solve(gram.matrices, base, start, tau, prior)
-        rounds += used
-        doubt = _rounding_bound(gram, weights, point, tau, prior)
-        if recentred == _RECENTRINGS or (doubt <= _ROUNDING_SHARE * PROMISE * tau * prior.sum(axis=1)).all():
-            break
-        base, start = point.distances.argmin(axis=1), weights
-        gram = compute_gram(stacks, base)
-        _refuse_non_finite(gram)
-    return _Solution(weights, point.distances, point.residual + doubt, rounds, gram.wide)
+    weights, point, rounds = _solve(gram.matrices, base, np.zeros_like(prior), tau, prior)
+    distances = point.distances
+    doubt = _rounding_bound(gram, weights, point, tau, prior)
+    bound = point.residual + doubt
+    wide = gram.wide
+    for b in np.flatnonzero(doubt > _ROUNDING_SHARE * PROMISE * tau * prior.sum(axis=1)):
+        one, wide = slice(b, b + 1), True
+        for _ in range(_RECENTRINGS):
+            nearest = distances[one].argmin(axis=1)
+            gram = _finite_gram(stacks[one], nearest)
+            weights[one], point, used = _solve(gram.matrices, nearest, weights[one], tau, prior[one])
+            doubt = _rounding_bound(gram, weights[one], point, tau, prior[one])
+            distances[one], bound[one], rounds = point.distances, point.residual + doubt, rounds + used
+            if (doubt <= _ROUNDING_SHARE * PROMISE * tau * prior[one].sum(axis=1)).all():
+                break
+    # One small copy to the device, and none after the long sum has started there.
+    small = torch.from_numpy(np.stack([weights, distances])).to(stacks.device)
+    aggregate = combine(stacks, small[0], wide=wide)
+    return Clipped(aggregate, small[0], small[1], torch.from_numpy(bound * scale), rounds)
 
 
-def _refuse_non_finite(gram: Gram) -> None:
+def _finite_gram(stacks: Tensor, centre: Rows | None) -> Gram:
+    gram = compute_gram(stacks, centre)
     finite = np.isfinite(gram.matrices.diagonal(axis1=1, axis2=2))
     if not finite.all():
-        raise ValueError(f"parts: non-finite values in row {np.argwhere(~finite)[0, 1]}")
+        row = np.argwhere(~finite)[0, 1]
+        raise ValueError(f"parts: row {row} holds values that are not finite, or too large for their squares to be")
+    return gram
 
 
 def _medoids(matrices: Array, tau: float, prior: Array) -> Rows:
@@ -238,23 +250,27 @@ def _solve(matrices: Array, base: Rows, start: Array, tau: float, prior: Array) 
     problem = _Problem(about, tau, prior)
     aim = _AIM * tau * prior.sum(axis=1)
 
-    u, rounds, before = start, _FIRST_ROUNDS, np.inf
+    u, rounds = start, _FIRST_ROUNDS
     for _ in range(_FIRST_ROUNDS):
         u = problem.reweight(u)
     point = problem.at(u)
-    while (point.residual > aim).any() and point.residual.max() <= _QUICK * before:
-        before = point.residual.max()
-        point = problem.at(point.pulls / point.total[:, None])
-        rounds += 1
-    if (point.residual > aim).any():
+    quick = point.residual > aim
+    while quick.any():
+        new = problem.at(np.where(quick[:, None], point.pulls / point.total[:, None], point.u))
+        quick &= (new.residual > aim) & (new.residual <= _QUICK * point.residual)
+        point, rounds = new, rounds + 1
+    stalled = point.residual > aim
+    if stalled.any():
         best = point
-        while (best.residual > aim).any() and rounds < _MOST_ROUNDS:
+        for _ in range(_NEWTON_ROUNDS):
             point = _newton(problem, point, aim)
-            rounds += 1
             worse = point.residual > best.residual
             best = problem.at(np.where(worse[:, None], best.u, point.u)) if worse.any() else point
+            rounds += 1
+            if (best.residual <= aim).all():
+                break
         # Rows that depend on each other leave u undetermined; a last re-weighting makes it a proper mean again.
-        point = problem.at(best.pulls / best.total[:, None])
+        point = problem.at(np.where(stalled[:, None], best.pulls / best.total[:, None], best.u))
 
     weights = point.u.copy()
     weights[stack, base] = 0
@@ -280,7 +296,10 @@ def _newton_step(problem: _Problem, point: _Point) -> Array:
     curved = np.where(point.distances > problem.tau, point.pulls / np.maximum(point.distances, _TINY) ** 2, 0)
     # A hair of damping: where all rows lie on a line and are clipped, the loss is piecewise linear, the Hessian zero.
     hessian = (1 + 1e-12) * point.total[:, None, None] * np.eye(gram.shape[1]) - curved[:, :, None] * gram
-    x = np.linalg.solve(hessian, point.pulls[:, :, None])[:, :, 0]
+    try:
+        x = np.linalg.solve(hessian, point.pulls[:, :, None])[:, :, 0]
+    except np.linalg.LinAlgError:
+        x = point.pulls / point.total[:, None]
     step: Array = x - x.sum(axis=1, keepdims=True) * point.u
     return step
 
