@@ -6,17 +6,19 @@ Given rows ``g_1 .. g_n`` and a radius ``tau``, the aggregate ``v`` solves
 
 the point at which the rows, each pulling no harder than ``tau``, are in balance (``p_i`` are optional
 row weights, 1 by default). It is the minimiser of the convex Huber loss ``sum_i p_i h(|g_i - v|)``, so it
-depends on the rows alone, not on a starting point or a history. ``tau = inf`` is the mean, ``tau -> 0``
-the geometric median. Three facts make it cheap and exact:
+depends on the rows alone, not on a starting point or a history. (Where rows lie on a line there can be a segment of
+minimisers; we take its middle.) ``tau = inf`` is the mean, ``tau -> 0`` the geometric median. Three facts make it
+cheap and exact:
 
 1. *Re-weighting.* With ``a_i = p_i min(1, tau / |g_i - v|)`` the equation reads ``v = sum a_i g_i / sum a_i``.
    Repeating that assignment never increases the loss and usually converges in a few rounds.
-2. *The Gram matrix is enough.* ``v`` is a weighted mean of the rows, ``v = g_k + sum_i u_i (g_i - g_k)``, so every
-   distance and the residual follow from the ``n x n`` inner products of ``g_i - g_k``. The long rows are
-   read twice: once for the Gram matrix, once to form ``v``.
+2. *The Gram matrix is enough.* ``v`` is a weighted mean of the rows, so every distance and the residual follow from
+   ``n x n`` inner products. The long rows are read twice: once for the Gram matrix, once to form ``v``. We write
+   ``v = g_k + sum c_i e_i`` with unit vectors ``e_i = (g_i - g_k) / s_i`` about an inlying row ``g_k``: however large
+   an attacker's row, its ``c_i`` is of the order of ``tau``, and nothing is lost next to it.
 3. *Newton where re-weighting stalls* (``tau`` small, ``v`` next to a row). The loss has the Hessian
-   ``A - sum_clipped a_i y_i y_i' / |y_i|^2`` with ``y_i = g_i - v`` and ``A = sum a_i``, and its Newton step lies in
-   the span of the ``y_i``: an ``n x n`` system. A bisection along the step keeps it safe.
+   ``A - sum_clipped a_i f_i f_i'`` with ``A = sum a_i`` and ``f_i`` the unit vector from ``v`` to ``g_i``, and its
+   Newton step lies in the span of the rows: an ``n x n`` system. A bisection along the step keeps it safe.
 
 Rounding in the Gram matrix is the only thing that can spoil a distance, and it is bounded: an entry is off by at
 most ``error * |g_i| |g_j|``, hence ``|g_i - v|^2`` by at most ``error * (sum_j |e_i - w|_j |g_j|)^2``. When
@@ -48,9 +50,11 @@ _ROUNDING_SHARE = 0.5
 _FIRST_ROUNDS = 3
 _QUICK = 0.2  # after those, re-weighting goes on while each round shrinks the residual at least this much
 _NEWTON_ROUNDS = 100
+_PATIENCE = 15  # Newton rounds without a smaller residual, before we conclude that rounding forbids it
 _BISECTIONS = 60
 _RECENTRINGS = 4
-_TINY, _HUGE = 1e-300, 1e150  # distances are clamped to these: nothing divides by zero or overflows
+_TOGETHER = 4096  # stacks that a GPU takes at once
+_TINY, _HUGE = 1e-300, 1e300  # nothing is divided by less, no radius is larger
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -83,7 +87,7 @@ def centered_clip(parts: Tensor, tau: float, weights: Tensor | None = None) -> C
     stacks, tau, prior = _checked(parts, tau, weights)
     with torch.no_grad():
         # A GPU wants all stacks at once. Either way each is solved as if it were alone, to the last bit.
-        together = len(stacks) if parts.is_cuda else 1
+        together = _TOGETHER if parts.is_cuda else 1
         groups = [slice(start, start + together) for start in range(0, len(stacks), together)]
         results = [_clip_stacks(stacks[group], tau, prior[group]) for group in groups]
     result = results[0] if len(results) == 1 else _concatenate(results)
@@ -110,28 +114,47 @@ def _checked(parts: Tensor, tau: float, weights: Tensor | None) -> tuple[Tensor,
         raise ValueError(f"parts: expected shape (n, d) or (batch, n, d), got {tuple(parts.shape)}")
     if parts.dtype not in _DTYPES:
         raise TypeError(f"parts: expected float32, bfloat16, float16 or float64, got {parts.dtype}")
+    if parts.layout != torch.strided or parts.is_meta:
+        raise TypeError(f"parts: expected a dense tensor with values, got {parts.layout} on {parts.device}")
     if parts.numel() == 0:
         raise ValueError(f"parts: empty, shape {tuple(parts.shape)}")
+    stacks = parts.detach().reshape((-1, *parts.shape[-2:]))
+    if stacks.stride(2) != 1:
+        stacks = stacks.contiguous()
+    return stacks, _checked_radius(tau), _checked_prior(parts, weights)
+
+
+def _checked_radius(tau: float) -> float:
     try:
-        radius = float(tau)
+        radius = float(tau + 0)  # a string has no sum
+    except OverflowError:
+        radius = math.inf
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"tau: expected one number, got {type(tau).__name__}") from None
+        raise TypeError(f"tau: expected one number, got {tau!r}") from None
     if not radius > 0:
         raise ValueError(f"tau: expected a positive number, got {radius}")
-    radius = min(radius, _HUGE)
-    stacks = parts.detach().reshape((-1, *parts.shape[-2:]))
-    shape = tuple(stacks.shape[:2])
+    return min(radius, _HUGE)
+
+
+def _checked_prior(parts: Tensor, weights: Tensor | None) -> Array:
+    stacks, n = math.prod(parts.shape[:-2]), parts.shape[-2]
     if weights is None:
-        return stacks, radius, np.ones(shape)
-    prior = np.asarray(torch.as_tensor(weights).detach().to("cpu", torch.float64).numpy())
-    if prior.shape not in ((shape[1],), tuple(parts.shape[:-1])):
-        raise ValueError(f"weights: expected shape {tuple(parts.shape[:-1])} to match parts, got {prior.shape}")
-    prior = np.array(np.broadcast_to(prior, shape))
-    if not np.isfinite(prior).all() or (prior < 0).any():
+        return np.ones((stacks, n))
+    try:
+        prior = torch.as_tensor(weights).detach().cpu()
+        if prior.is_complex():
+            raise TypeError
+        given = prior.to(torch.float64).numpy()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError("weights: expected a tensor of real numbers, one for each row") from None
+    if given.shape not in ((n,), tuple(parts.shape[:-1])):
+        raise ValueError(f"weights: expected shape {tuple(parts.shape[:-1])} to match parts, got {given.shape}")
+    if not np.isfinite(given).all() or (given < 0).any():
         raise ValueError("weights: expected finite numbers, none negative")
-    if not (prior.sum(axis=1) > 0).all():
+    full = np.broadcast_to(given, (stacks, n))
+    if not (full.max(axis=1) > 0).all():
         raise ValueError("weights: expected a positive one among the rows of each stack")
-    return stacks, radius, prior
+    return np.array(full)
 
 
 def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
@@ -188,134 +211,199 @@ def _rounding_bound(gram: Gram, weights: Array, point: _Point, tau: float, prior
     squares = point.distances**2
     slack = gram.relative_error * reach**2  # on |g_i - v|^2
     if not gram.wide:
-        slack += np.abs((np.matmul(offsets, gram.measured_error) * offsets).sum(axis=2))
-    clipped = squares + slack > tau**2
+        measured = np.matmul(offsets[:, None], gram.measured_error) * offsets[:, None]
+        slack += np.abs(measured.sum(axis=3)).max(axis=1)
+    clipped = np.sqrt(squares + slack) > tau
     relative = slack / np.maximum(np.maximum(2 * squares, slack), _TINY)  # on |g_i - v|, at most 1
-    direct = math.sqrt(gram.relative_error) * np.abs(point.error * sizes).sum(axis=1)  # on the residual's own norm
+    direct = math.sqrt(gram.relative_error) * np.abs(point.error).sum(axis=1)  # on the residual's own norm
     bound: Array = np.where(clipped, prior * relative, 0).sum(axis=1) * tau + direct
     return bound
 
 
 @dataclass(slots=True)
 class _Point:
-    """One ``v = g_k + sum u_i (g_i - g_k)`` for each stack, and what the equation says of it."""
+    """One ``v = g_k + sum c_i e_i`` for each stack, and what the equation says of it."""
 
-    u: Array
-    products: Array  # <g_i - g_k, v - g_k>
+    c: Array
+    along: Array  # <e_i, v - g_k>
     square: Array  # |v - g_k|^2
     distances: Array
     pulls: Array  # a_i
-    total: Array  # A = sum a_i
-    error: Array  # sum_i a_i (g_i - v), as a combination of the g_i - g_k
+    weights: Array  # a_i / A: where re-weighting goes from here
+    total: Array  # A
+    error: Array  # sum a_i (g_i - v), as coefficients of the e_i
     residual: Array  # its norm
 
 
-@dataclass(slots=True)
 class _Problem:
-    """The equation for stacks of rows about a base row ``g_k`` each: ``about[i, j] = <g_i - g_k, g_j - g_k>``."""
+    """The equation for stacks of rows, each about its base row ``g_k``."""
 
-    about: Array
-    tau: float
-    prior: Array
+    def __init__(self, matrices: Array, base: Rows, tau: float, prior: Array) -> None:
+        stack = np.arange(len(matrices))
+        column = matrices[stack, :, base]
+        about = matrices - column[:, :, None] - column[:, None, :] + matrices[stack, base, base][:, None, None]
+        squares = about.diagonal(axis1=1, axis2=2).copy()
+        squares[stack, base] = 0
+        self.sizes: Array = np.sqrt(np.maximum(squares, 0))  # s_i = |g_i - g_k|
+        inverse = np.where(self.sizes > _TINY, 1 / np.maximum(self.sizes, _TINY), 0)
+        self.cosines: Array = np.clip(about * inverse[:, :, None] * inverse[:, None, :], -1, 1)  # <e_i, e_j>
+        self.tau, self.prior = tau, prior
 
-    def at(self, u: Array) -> _Point:
-        products, square, pulls, distances = self._pulls_at(u)
+    def at(self, c: Array) -> _Point:
+        along, square, distances, pulls = self._pulls_at(c)
         total = pulls.sum(axis=1)
-        error = pulls - total[:, None] * u
-        residual = (error * np.matmul(self.about, error[:, :, None])[:, :, 0]).sum(axis=1)
-        return _Point(u, products, square, distances, pulls, total, error, np.sqrt(np.maximum(residual, 0)))
+        error = pulls * self.sizes - total[:, None] * c
+        residual = (error * np.matmul(self.cosines, error[:, :, None])[:, :, 0]).sum(axis=1)
+        residual = np.sqrt(np.maximum(residual, 0))
+        return _Point(c, along, square, distances, pulls, pulls / total[:, None], total, error, residual)
 
-    def reweight(self, u: Array) -> Array:
-        _, _, pulls, _ = self._pulls_at(u)
+    def reweight(self, weights: Array) -> Array:
+        pulls = self._pulls_at(weights * self.sizes)[3]
         reweighted: Array = pulls / pulls.sum(axis=1, keepdims=True)
         return reweighted
 
-    def _pulls_at(self, u: Array) -> tuple[Array, Array, Array, Array]:
-        products = np.matmul(self.about, u[:, :, None])[:, :, 0]
-        square = (u * products).sum(axis=1)
-        squares = self.about.diagonal(axis1=1, axis2=2) - 2 * products + square[:, None]
-        distances = np.sqrt(np.maximum(squares, 0))
-        return products, square, self.pulls(self.prior, distances), distances
-
-    def pulls(self, prior: Array, distances: Array) -> Array:
+    def pulls(self, distances: Array, prior: Array) -> Array:
         pulls: Array = prior * (self.tau / np.maximum(distances, self.tau))
         return pulls
+
+    def _pulls_at(self, c: Array) -> tuple[Array, Array, Array, Array]:
+        along = np.matmul(self.cosines, c[:, :, None])[:, :, 0]
+        square = (c * along).sum(axis=1)
+        # In and across the direction of the row: no digits cancel where v is close to it.
+        distances = np.sqrt((self.sizes - along) ** 2 + np.maximum(square[:, None] - along**2, 0))
+        return along, square, distances, self.pulls(distances, self.prior)
 
 
 def _solve(matrices: Array, base: Rows, start: Array, tau: float, prior: Array) -> tuple[Array, _Point, int]:
     """The weights of each stack, what holds there, and the rounds: re-weighting while that is quick, then Newton."""
-    stack = np.arange(len(matrices))
-    column = matrices[stack, :, base]
-    about = matrices - column[:, :, None] - column[:, None, :] + matrices[stack, base, base][:, None, None]
-    problem = _Problem(about, tau, prior)
+    problem = _Problem(matrices, base, tau, prior)
     aim = _AIM * tau * prior.sum(axis=1)
-
-    u, rounds = start, _FIRST_ROUNDS
+    weights, rounds = start, _FIRST_ROUNDS
     for _ in range(_FIRST_ROUNDS):
-        u = problem.reweight(u)
-    point = problem.at(u)
+        weights = problem.reweight(weights)
+    point = problem.at(weights * problem.sizes)
     quick = point.residual > aim
     while quick.any():
-        new = problem.at(np.where(quick[:, None], point.pulls / point.total[:, None], point.u))
+        weights = np.where(quick[:, None], point.weights, weights)
+        new = problem.at(weights * problem.sizes)
         quick &= (new.residual > aim) & (new.residual <= _QUICK * point.residual)
         point, rounds = new, rounds + 1
     stalled = point.residual > aim
     if stalled.any():
-        best = point
-        for _ in range(_NEWTON_ROUNDS):
-            point = _newton(problem, point, aim)
-            worse = point.residual > best.residual
-            best = problem.at(np.where(worse[:, None], best.u, point.u)) if worse.any() else point
-            rounds += 1
-            if (best.residual <= aim).all():
-                break
-        # Rows that depend on each other leave u undetermined; a last re-weighting makes it a proper mean again.
-        point = problem.at(np.where(stalled[:, None], best.pulls / best.total[:, None], best.u))
-
-    weights = point.u.copy()
-    weights[stack, base] = 0
-    weights[stack, base] = 1 - weights.sum(axis=1)
-    return weights, point, rounds
+        best, used = _newton(problem, point, aim)
+        # Rows that depend on each other leave c undetermined; a last re-weighting makes v a proper mean again.
+        weights = np.where(stalled[:, None], best.weights, weights)
+        point, rounds = problem.at(weights * problem.sizes), rounds + used
+    middle = _middle_of_segment(problem, point, aim)
+    if middle is not None:
+        weights = np.where(np.isnan(middle), weights, middle)
+        point = problem.at(weights * problem.sizes)
+    return weights / weights.sum(axis=1, keepdims=True), point, rounds
 
 
-def _newton(problem: _Problem, point: _Point, aim: Array) -> _Point:
-    """A Newton step of each stack that needs one, cut where its loss stops falling if it did not halve the residual."""
-    step = np.where((point.residual > aim)[:, None], _newton_step(problem, point), 0)
-    new = problem.at(point.u + step)
-    poor = np.flatnonzero((new.residual > 0.5 * point.residual) & (point.residual > aim))
-    if len(poor) == 0:
-        return new
-    for b in poor:
-        step[b] *= _best_length(problem, point, step[b], int(b))
-    return problem.at(point.u + step)
+def _newton(problem: _Problem, point: _Point, aim: Array) -> tuple[_Point, int]:
+    """Newton's method on the stacks that have not converged. A step that does not halve the residual is cut where the
+    loss stops falling; the best point counts."""
+    best, idle = point, np.zeros(len(aim))
+    for rounds in range(_NEWTON_ROUNDS):
+        going = (best.residual > aim) & (idle < _PATIENCE)
+        if not going.any():
+            return best, rounds
+        step = np.where(going[:, None], _newton_step(problem, point), 0)
+        new = problem.at(point.c + step)
+        poor = np.flatnonzero(going & ~(new.residual <= 0.5 * point.residual))
+        for b in poor:
+            step[b] *= _best_length(problem, point, step[b], int(b))
+        point = problem.at(point.c + step) if len(poor) else new
+        better = point.residual < best.residual
+        best = point if better.all() else problem.at(np.where(better[:, None], point.c, best.c))
+        idle = np.where(better, 0, idle + 1)
+    return best, _NEWTON_ROUNDS
 
 
 def _newton_step(problem: _Problem, point: _Point) -> Array:
-    """``(A - D K) x = a``, ``K`` the Gram matrix about ``v``: the step ``sum x_i (g_i - v)``, as a change of ``u``."""
-    gram = problem.about - point.products[:, :, None] - point.products[:, None, :] + point.square[:, None, None]
-    curved = np.where(point.distances > problem.tau, point.pulls / np.maximum(point.distances, _TINY) ** 2, 0)
+    """The step ``sum x_i (g_i - v)`` as a change of ``c``.
+
+    With ``t_i = x_i |g_i - v|``, and ``F`` the cosines of the rows as seen from ``v``, Newton's system reads
+    ``A t_i - a_i (F t)_i = a_i |g_i - v|`` for a clipped row, and ``A x_i = a_i`` for any other.
+    """
+    products = _products_about(problem, point)
+    floor = np.maximum(point.distances, _TINY)
+    cosines = np.clip(products / floor[:, :, None] / floor[:, None, :], -1, 1)
+    clipped = point.distances > problem.tau
     # A hair of damping: where all rows lie on a line and are clipped, the loss is piecewise linear, the Hessian zero.
-    hessian = (1 + 1e-12) * point.total[:, None, None] * np.eye(gram.shape[1]) - curved[:, :, None] * gram
-    try:
-        x = np.linalg.solve(hessian, point.pulls[:, :, None])[:, :, 0]
-    except np.linalg.LinAlgError:
-        x = point.pulls / point.total[:, None]
-    step: Array = x - x.sum(axis=1, keepdims=True) * point.u
+    hessian = (1 + 1e-12) * point.total[:, None, None] * np.eye(cosines.shape[1])
+    hessian = hessian - np.where(clipped, point.pulls, 0)[:, :, None] * cosines
+    t = _solve_each(hessian, point.pulls * point.distances)
+    x = np.where(clipped, t / floor, point.weights)
+    step: Array = x * problem.sizes - x.sum(axis=1, keepdims=True) * point.c
     return step
+
+
+def _products_about(problem: _Problem, point: _Point) -> Array:
+    """``<g_i - v, g_j - v>``, grouped so that one huge row spoils no other's digits."""
+    sizes, along = problem.sizes, point.along
+    with_base = sizes[:, :, None] * (sizes[:, None, :] * problem.cosines - along[:, :, None])
+    products: Array = with_base - (sizes * along)[:, None, :] + point.square[:, None, None]
+    return products
+
+
+def _solve_each(systems: Array, sides: Array) -> Array:
+    """Solutions of the linear systems; zero for a singular one."""
+    try:
+        solutions: Array = np.linalg.solve(systems, sides[:, :, None])[:, :, 0].astype(np.float64, copy=False)
+        return solutions
+    except np.linalg.LinAlgError:
+        if len(systems) == 1:
+            return np.zeros_like(sides)
+        each = zip(systems, sides, strict=True)
+        return np.concatenate([_solve_each(system[None], side[None]) for system, side in each])
 
 
 def _best_length(problem: _Problem, point: _Point, step: Array, b: int) -> float:
     """Where along ``step`` the loss of stack ``b`` is least: a bisection on its slope, which only ever rises."""
-    products = problem.about[b] @ step
-    square = float(step @ products)
-    if not square > 0:
+    products = problem.cosines[b] @ step
+    size = math.sqrt(max(float(step @ products), 0))
+    if not 0 < size < math.inf:
         return 0.0
-    along = products - float(step @ point.products[b])  # <g_i - v, step>
-    squares = point.distances[b] ** 2
-    low, high = 0.0, 2 * float(point.distances[b].max()) / math.sqrt(square)
+    along = (problem.sizes[b] * products - float(point.c[b] @ products)) / size  # of g_i - v, in the step's direction
+    across = np.maximum(point.distances[b] ** 2 - along**2, 0)
+
+    def slope(length: float) -> float:
+        ahead = along - length * size
+        return -float((problem.pulls(np.sqrt(ahead**2 + across), problem.prior[b]) * ahead).sum())
+
+    low, high = 0.0, 1.0
+    while slope(high) < 0 and high * size < _HUGE:
+        low, high = high, 2 * high
     for _ in range(_BISECTIONS):
-        length = 0.5 * (low + high)
-        distances = np.sqrt(np.maximum(squares - 2 * length * along + length**2 * square, 0))
-        slope = float((problem.pulls(problem.prior[b], distances) * (length * square - along)).sum())
-        low, high = (length, high) if slope < 0 else (low, length)
-    return low if low > 0 else high
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+    return high
+
+
+def _middle_of_segment(problem: _Problem, point: _Point, aim: Array) -> Array | None:
+    """Weights of the middle of the minimisers, for stacks where those form a segment; nan for others, None if all are.
+
+    That is so where every row is clipped and all lie on one line through ``v``, as many ahead as behind. Any point
+    between the nearest two, no closer than ``tau`` to either, is then in balance.
+    """
+    counts = problem.prior > 0
+    clipped = ((point.distances > (1 - 1e-6) * problem.tau) | ~counts).all(axis=1)  # v stops at the segment's end
+    if not clipped.any():
+        return None
+    stack, distances = np.arange(len(counts)), np.where(counts, point.distances, np.inf)
+    nearest = distances.argmin(axis=1)
+    products = _products_about(problem, point)[stack, nearest]
+    limit = point.distances[stack, nearest, None] * point.distances
+    line = (~counts | (np.abs(products) >= (1 - 1e-9) * limit)).all(axis=1)
+    behind = np.where(products < 0, distances, np.inf).min(axis=1)
+    found = clipped & line & np.isfinite(behind)
+    if not found.any():
+        return None
+    share = np.where(found, 0.5 - 0.5 * np.where(found, behind, 0) / distances[stack, nearest], 0)
+    c = point.c * (1 - share[:, None])
+    c[stack, nearest] += share * problem.sizes[stack, nearest]
+    weights = problem.at(c).weights
+    found &= problem.at(weights * problem.sizes).residual <= aim
+    return np.where(found[:, None], weights, np.nan) if found.any() else None

@@ -46,10 +46,16 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, limit: int) -> T:
     try:
         value = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Malformed(str(error)) from None
+        raise Malformed(_shorten(str(error))) from None
     if _encoder.encode(value) != data:
         raise Malformed("not in canonical form")
     return value
+
+
+def _shorten(complaint: str) -> str:
+    """Complaints repeat what was sent: no longer than a line of a log, and nothing that a terminal would obey."""
+    text = complaint if len(complaint) <= 200 else f"{complaint[:120]} ... {complaint[-60:]}"
+    return text if text.isprintable() else ascii(text)
 
 
 def encode_frame(message: Message) -> bytes:
@@ -67,19 +73,21 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take the next bytes of the stream; yield the frames that are whole. :class:`Malformed` ends the stream."""
+        """Take the next bytes of the stream; yield the frames that are whole. :class:`Malformed` ends the stream.
+
+        The bytes are taken at once. Frames that the caller does not take come with those of the next call.
+        """
         self._buffer += data
-        start = 0
-        try:
-            while len(self._buffer) - start >= _HEADER:
-                size = int.from_bytes(self._buffer[start : start + _HEADER], "big")
-                if not 0 < size <= MAX_FRAME:
-                    raise Malformed(f"a frame of {size} bytes where 1 to {MAX_FRAME} are allowed")
-                end = start + _HEADER + size
-                if len(self._buffer) < end:
-                    break
-                frame = bytes(self._buffer[start + _HEADER : end])
-                start = end
-                yield frame
-        finally:
-            del self._buffer[:start]
+        return self._take_frames()
+
+    def _take_frames(self) -> Iterator[bytes]:
+        while len(self._buffer) >= _HEADER:
+            size = int.from_bytes(self._buffer[:_HEADER], "big")
+            if not 0 < size <= MAX_FRAME:
+                raise Malformed(f"a frame of {size} bytes where 1 to {MAX_FRAME} are allowed")
+            end = _HEADER + size
+            if len(self._buffer) < end:
+                return
+            frame = bytes(self._buffer[_HEADER:end])
+            del self._buffer[:end]
+            yield frame

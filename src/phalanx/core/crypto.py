@@ -28,6 +28,8 @@ _PUBLIC_PREFIX = bytes.fromhex("08011220")
 # A peer id is the "identity" multihash (code 0, length 36) of the public protobuf.
 _PEER_ID_PREFIX = bytes.fromhex("0024") + _PUBLIC_PREFIX
 
+_PEER_ID_LENGTH = 52  # characters; decoding base58 takes time with the square of them
+
 # y-coordinates of the points of small order, sign bit cleared, in every encoding that decoders accept. Under such a
 # "key" one signature fits many messages, so that anybody could speak in its name.
 _SMALL_ORDER = frozenset(
@@ -97,12 +99,12 @@ def format_peer_id(key: bytes) -> str:
 def parse_peer_id(text: str) -> bytes:
     """The public key in a peer id, or :class:`LocalError`."""
     try:
-        raw = base58.b58decode(text)
+        raw = base58.b58decode(text) if len(text) == _PEER_ID_LENGTH else b""
     except ValueError:
         raw = b""
     key = raw[len(_PEER_ID_PREFIX) :]
     if raw[: len(_PEER_ID_PREFIX)] != _PEER_ID_PREFIX or not is_usable_key(key) or format_peer_id(key) != text:
-        raise LocalError(f"{text!r} is not the id of an Ed25519 peer; expected something like 12D3KooW...")
+        raise LocalError(f"{text[:80]!r} is not the id of an Ed25519 peer; expected something like 12D3KooW...")
     return key
 
 

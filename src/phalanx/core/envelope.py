@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import msgspec
 
-from phalanx.core.codec import decode_body, encode
-from phalanx.core.crypto import Domain, Identity, compute_digest, verify_signature
+from phalanx.core.codec import decode_body, decode_message, encode
+from phalanx.core.crypto import SIGNATURE_SIZE, Domain, Identity, compute_digest, verify_signature
 from phalanx.core.errors import Malformed
 from phalanx.core.messages import BODY_OF_PHASE, DOMAIN_OF_BODY, Body, Phase, Signed
 
 
 def seal(identity: Identity, run: bytes, step: int, attempt: int, phase: Phase, previous: bytes, body: Body) -> Signed:
-    """``body``, signed by ``identity`` for one place in one run's history."""
+    """``body``, signed by ``identity`` for one place in one run's history.
+
+    What a peer would refuse raises ``ValueError`` instead: signed, it would be proof against us (E4).
+    """
     domain = DOMAIN_OF_BODY[type(body)]
-    unsigned = Signed(domain, run, step, attempt, phase, identity.key, previous, encode(body), bytes(64))
+    unsigned = Signed(domain, run, step, attempt, phase, identity.key, previous, encode(body), bytes(SIGNATURE_SIZE))
+    try:
+        decode_message(encode(unsigned))
+        open_body(unsigned)
+    except Malformed as error:
+        raise ValueError(f"body: {error}") from None
     return msgspec.structs.replace(unsigned, signature=identity.sign(domain, _content(unsigned)))
 
 

@@ -18,17 +18,19 @@ from torch import Tensor
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-# Numbers that are converted at once: 2 MiB in float64.
+# Numbers that are converted at once, and columns that one float64 product sums.
 _CONVERTED = 1 << 18
-# Products of float32 numbers are exact in float64; this bounds the error of summing such a block, with room to spare.
-_WIDE_ERROR = 1e-12
+_WIDE_COLUMNS = 8192
+# Products of float32 numbers are exact in float64; this bounds the error of summing them, for up to 10^8 columns.
+_WIDE_ERROR = 4e-12
 
 # Narrow arithmetic: from how many numbers on it pays, how many columns one float32 product sums, how many numbers
-# go into one call (of whose blocks one is formed both ways), and the error assumed even where none is measured.
+# go into one call, the error assumed beyond what is measured, and how many blocks of a call are formed both ways.
 _NARROW_FROM = 1 << 21
 _NARROW_COLUMNS = 2048
 _NARROW_CALL = 1 << 24
-_NARROW_ERROR = 1e-8
+_NARROW_ERROR = 2e-8
+_NARROW_SAMPLES = 3
 # A row with a smaller square than this may have lost numbers to underflow in float32.
 _NARROW_LEAST_SQUARE = 1e-20
 
@@ -40,7 +42,7 @@ class Gram:
     matrices: Array
     """(batch, n, n)"""
     measured_error: Array
-    """(batch, n, n): an estimate of the error, as a matrix; zero if wide"""
+    """(batch, 2, n, n): two estimates of the error, as matrices; zero if wide"""
     relative_error: float
     """a bound on whatever else is wrong with an entry, relative to the norms of its two rows"""
     wide: bool
@@ -52,7 +54,7 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
         from phalanx.core.gram_cuda import compute_gram_cuda
 
         matrices = compute_gram_cuda(stacks, centre).cpu().numpy()
-        return Gram(matrices, np.zeros_like(matrices), _WIDE_ERROR, wide=True)
+        return _wide(matrices)
     if centre is None and stacks.dtype != torch.float64 and stacks[0].numel() >= _NARROW_FROM:
         narrow, errors = zip(*(_narrow_gram(rows) for rows in stacks), strict=True)
         matrices = np.stack(narrow)
@@ -60,7 +62,11 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
             return Gram(matrices, np.stack(errors), _NARROW_ERROR, wide=False)
     centres = [None] * len(stacks) if centre is None else centre.tolist()
     matrices = np.stack([_wide_gram(rows, row).numpy() for rows, row in zip(stacks, centres, strict=True)])
-    return Gram(matrices, np.zeros_like(matrices), _WIDE_ERROR, wide=True)
+    return _wide(matrices)
+
+
+def _wide(matrices: Array) -> Gram:
+    return Gram(matrices, np.zeros((len(matrices), 2, *matrices.shape[1:])), _WIDE_ERROR, wide=True)
 
 
 def combine(stacks: Tensor, weights: Tensor, *, wide: bool) -> Tensor:
@@ -82,14 +88,15 @@ def combine(stacks: Tensor, weights: Tensor, *, wide: bool) -> Tensor:
                     target.copy_(sums)
                 done = columns.stop
         for columns in _column_blocks(rows, done, _CONVERTED // len(rows)):
-            result[columns] = factors @ rows[:, columns].to(kind)
+            result[columns] = factors @ rows[:, columns].to(kind, memory_format=torch.contiguous_format, copy=True)
     return out
 
 
 def _wide_gram(rows: Tensor, centre: int | None = None, start: int = 0) -> Tensor:
     total = torch.zeros((len(rows), len(rows)), dtype=torch.float64)
-    for columns in _column_blocks(rows, start, _CONVERTED // len(rows)):
-        block = rows[:, columns].to(torch.float64)
+    for columns in _column_blocks(rows, start, min(_CONVERTED // len(rows), _WIDE_COLUMNS)):
+        # A copy even of float64 rows: how they lie in memory must not change the bits.
+        block = rows[:, columns].to(torch.float64, memory_format=torch.contiguous_format, copy=True)
         if centre is not None:
             block = block - block[centre]
         total.addmm_(block, block.T)
@@ -97,19 +104,34 @@ def _wide_gram(rows: Tensor, centre: int | None = None, start: int = 0) -> Tenso
 
 
 def _narrow_gram(rows: Tensor) -> tuple[Array, Array]:
-    """The Gram matrix from float32 blocks, and what its error would be if all blocks erred like the sampled ones."""
+    """The Gram matrix from float32 blocks, and two estimates of its error."""
     total = torch.zeros((len(rows), len(rows)), dtype=torch.float64)
-    error = torch.zeros_like(total)
+    errors = torch.zeros((2, *total.shape), dtype=torch.float64)
     done = 0
     for columns, blocks in _narrow_blocks(rows):
         products = torch.bmm(blocks, blocks.transpose(1, 2))
         total += products.sum(0, dtype=torch.float64)
-        middle = len(blocks) // 2
-        error += len(blocks) * (products[middle] - _wide_gram(blocks[middle]))
+        errors += _measured_errors(blocks, products)
         done = columns.stop
     if done < rows.shape[1]:
         total += _wide_gram(rows, start=done)
-    return total.numpy(), error.numpy()
+    return total.numpy(), errors.numpy()
+
+
+def _measured_errors(blocks: Tensor, products: Tensor) -> Tensor:
+    """Two estimates of the error of a call: from the block in which the rows have the largest share of their squares,
+    and from a few that are evenly spread, both scaled up to what it would be if all blocks erred alike.
+
+    Rounding errors of ordinary rows average out over the blocks; those of rows that repeat a value do not.
+    """
+    squares = products.diagonal(dim1=1, dim2=2)
+    shares = squares / squares.sum(0).clamp_min(_NARROW_LEAST_SQUARE)
+    heaviest = int(shares.sum(1).argmax())
+    spread = sorted({(2 * i + 1) * len(blocks) // (2 * _NARROW_SAMPLES) for i in range(_NARROW_SAMPLES)})
+    sampled = blocks[[heaviest, *spread]].to(torch.float64)
+    errors = products[[heaviest, *spread]] - torch.bmm(sampled, sampled.transpose(1, 2))
+    scale = shares[heaviest].double().clamp_min(1e-3 / len(blocks)).rsqrt()
+    return torch.stack([errors[0] * (scale[:, None] * scale), errors[1:].sum(0) * (len(blocks) / len(spread))])
 
 
 def _narrow_blocks(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:

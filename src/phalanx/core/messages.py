@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from enum import IntEnum, StrEnum
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -92,8 +92,8 @@ def _require(condition: bool, complaint: str) -> None:
         raise ValueError(complaint)
 
 
-def _is_increasing(values: tuple[int, ...] | tuple[bytes, ...]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(values))  # type: ignore[operator]
+def _is_increasing(values: tuple[Any, ...]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(values))
 
 
 # ---- Bodies of the agreed broadcast, one phase each
@@ -145,10 +145,19 @@ class Report(_Said, frozen=True):
 
     def __post_init__(self) -> None:
         _require(all(map(math.isfinite, self.sums)), "sums: not finite")
-        _require(all(math.isfinite(norm) and norm >= 0 for norm in self.norms), "norms: negative or not finite")
-        _require(len(self.sums) % max(len(self.norms), 1) == 0, "sums: not a multiple of the number of parts")
+        _require(
+            all(math.isfinite(norm) and math.copysign(1, norm) > 0 for norm in self.norms),
+            "norms: negative or not finite",
+        )
+        parts = len(self.norms)
+        _require(
+            len(self.sums) in range(0, MAX_PROJECTIONS * parts + 1, max(parts, 1)),
+            "sums: not a multiple of the number of parts",
+        )
         _require(_is_increasing(self.lacking), "lacking: not increasing")
-        _require(all(index < len(self.norms) for index in self.lacking), "lacking: no such part")
+        _require(all(index < parts for index in self.lacking), "lacking: no such part")
+        _require(not any(any(self.sums[j::parts]) or self.norms[j] for j in self.lacking), "lacking: entries not zero")
+        _require(_is_increasing(tuple(finding.target for finding in self.findings)), "findings: not increasing")
 
 
 class Confirm(_Said, frozen=True):
@@ -160,6 +169,7 @@ class Confirm(_Said, frozen=True):
     leaving: bool
 
     def __post_init__(self) -> None:
+        _require(len(set(self.accusations)) == len(self.accusations), "accusations: repeated")
         _require(_is_increasing(self.joins), "joins: not increasing")
 
 
@@ -245,6 +255,7 @@ class Outcome(_Said, frozen=True):
     out: Keys
 
     def __post_init__(self) -> None:
+        _require(_is_increasing(tuple((slot.phase, slot.owner) for slot in self.slots)), "slots: not increasing")
         _require(_is_increasing(self.out), "out: not increasing")
 
 
@@ -261,6 +272,9 @@ class Join(_Said, frozen=True):
 
     recent: Digest
     platform: Platform
+
+    def __post_init__(self) -> None:
+        _require(all(" " <= letter <= "~" for letter in self.platform), "platform: not printable ASCII")
 
 
 OtherBody: TypeAlias = Timeout | Endorsement | Outcome | Opening | Join
@@ -371,6 +385,9 @@ class Certificate(_Said, frozen=True):
 
 class PullMessages(_Said, frozen=True):
     slots: Annotated[tuple[Slot, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+
+    def __post_init__(self) -> None:
+        _require(_is_increasing(self.slots), "slots: not increasing")
 
 
 class PullPart(_Said, frozen=True):

@@ -1,0 +1,56 @@
+"""Cutting a gradient into one part for each member, and putting the aggregates together again.
+
+Blocks of coordinates go to the parts in turn, so that every part samples all layers and none is special. A block holds
+4,096 coordinates, or fewer where the gradient is so short that some part would get none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def compute_part_sizes(size: int, count: int) -> list[int]:
+    """How many coordinates each of ``count`` parts of a gradient of ``size`` has."""
+    block = _block(size, count)
+    whole, rest = divmod(size, block)
+    sizes = [block * len(range(part, whole, count)) for part in range(count)]
+    sizes[whole % count] += rest
+    return sizes
+
+
+def split_parts(vector: Tensor, count: int) -> list[Tensor]:
+    """The parts of ``vector``, each contiguous."""
+    block = _block(len(vector), count)
+    whole = len(vector) // block
+    blocks, rest = vector[: whole * block].view(whole, block), vector[whole * block :]
+    parts = [blocks[part::count].reshape(-1) for part in range(count)]
+    parts[whole % count] = torch.cat([parts[whole % count], rest])
+    return parts
+
+
+def join_parts(parts: Sequence[Tensor]) -> Tensor:
+    """The vector whose parts these are; raises ``ValueError`` if their sizes do not fit together."""
+    size, count = sum(len(part) for part in parts), len(parts)
+    if [len(part) for part in parts] != compute_part_sizes(size, count):
+        raise ValueError(f"parts: sizes {[len(part) for part in parts]} are not those of a vector of {size}")
+    block = _block(size, count)
+    whole = size // block
+    vector = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
+    blocks = vector[: whole * block].view(whole, block)
+    for index, part in enumerate(parts):
+        own = len(range(index, whole, count)) * block
+        blocks[index::count] = part[:own].view(-1, block)
+        if index == whole % count:
+            vector[whole * block :] = part[own:]
+    return vector
+
+
+def _block(size: int, count: int) -> int:
+    if not 1 <= count <= size:
+        raise ValueError(f"count: a gradient of {size} coordinates cannot be cut into {count} parts")
+    return min(BLOCK, size // count)
