@@ -154,17 +154,20 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TYPES[:3], ids=str)
-def test_long_rows_are_narrow(kind: torch.dtype) -> None:
-    gram = compute_gram(normal(1, 16, LONG).to(kind))
+def test_long_float32_rows_are_narrow() -> None:
+    gram = compute_gram(normal(1, 16, LONG))
     assert not gram.wide
     assert gram.measured_error.any()
 
 
-@pytest.mark.parametrize("kind", TYPES[:3], ids=str)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_long_rows_of_other_types_are_wide(kind: torch.dtype) -> None:
+    assert compute_gram(normal(1, 16, LONG).to(kind)).wide
+
+
 @pytest.mark.parametrize("d", [LONG, LONG + 1, LONG + BLOCK - 1])
-def test_a_narrow_gram_matrix_is_right_to_float32(d: int, kind: torch.dtype) -> None:
-    stacks = normal(2, 16, d).to(kind)
+def test_a_narrow_gram_matrix_is_right_to_float32(d: int) -> None:
+    stacks = normal(2, 16, d)
     gram = compute_gram(stacks)
     assert not gram.wide
     expected = exact_gram(stacks)

@@ -1,8 +1,8 @@
 """The two passes over long rows that CenteredClip needs: their Gram matrix, and a weighted sum of them.
 
 Both read the rows in blocks, so the workspace is a few megabytes whatever the length. Sums across blocks are always
-float64. Within a block the arithmetic is *wide* (float64) or, for long rows on a CPU, *narrow* (float32), which is
-three times faster; a narrow Gram matrix comes with its error, measured by forming some of its blocks both ways.
+float64. Within a block the arithmetic is *wide* (float64) or, for long float32 rows on a CPU, *narrow* (float32), which
+is three times faster; a narrow Gram matrix comes with its error, measured by forming some of its blocks both ways.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 Array: TypeAlias = npt.NDArray[np.float64]
 
 # Numbers that are converted at once, and columns that one float64 product sums.
-_CONVERTED = 1 << 18
+_CONVERTED = 1 << 17
 _WIDE_COLUMNS = 8192
 # Products of float32 numbers are exact in float64; this bounds the error of summing them, for up to 10^8 columns.
 _WIDE_ERROR = 4e-12
@@ -55,7 +55,7 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
 
         matrices = compute_gram_cuda(stacks, centre).cpu().numpy()
         return _wide(matrices)
-    if centre is None and stacks.dtype != torch.float64 and stacks[0].numel() >= _NARROW_FROM:
+    if centre is None and stacks.dtype == torch.float32 and stacks[0].numel() >= _NARROW_FROM:
         narrow, errors = zip(*(_narrow_gram(rows) for rows in stacks), strict=True)
         matrices = np.stack(narrow)
         if np.isfinite(matrices).all() and matrices.diagonal(axis1=1, axis2=2).min() > _NARROW_LEAST_SQUARE:
@@ -75,28 +75,23 @@ def combine(stacks: Tensor, weights: Tensor, *, wide: bool) -> Tensor:
         from phalanx.core.gram_cuda import combine_cuda
 
         return combine_cuda(stacks, weights)
-    kind = torch.float64 if wide else torch.float32
     out = torch.empty((stacks.shape[0], stacks.shape[2]), dtype=stacks.dtype)
-    for rows, factors, result in zip(stacks, weights.to(kind), out, strict=True):
+    for rows, factors, result in zip(stacks, weights, out, strict=True):
         done = 0
-        if not wide:
+        if not wide and rows.dtype == torch.float32:
             for columns, blocks in _narrow_blocks(rows):
-                target = result[columns].view(len(blocks), 1, _NARROW_COLUMNS)
-                sums = target if target.dtype == kind else torch.empty_like(target, dtype=kind)
-                torch.bmm(factors.expand(len(blocks), 1, -1), blocks, out=sums)
-                if sums is not target:
-                    target.copy_(sums)
+                sums = result[columns].view(len(blocks), 1, _NARROW_COLUMNS)
+                torch.bmm(factors.to(torch.float32).expand(len(blocks), 1, -1), blocks, out=sums)
                 done = columns.stop
         for columns in _column_blocks(rows, done, _CONVERTED // len(rows)):
-            result[columns] = factors @ rows[:, columns].to(kind, memory_format=torch.contiguous_format, copy=True)
+            result[columns] = factors @ _converted(rows, columns)
     return out
 
 
 def _wide_gram(rows: Tensor, centre: int | None = None, start: int = 0) -> Tensor:
     total = torch.zeros((len(rows), len(rows)), dtype=torch.float64)
     for columns in _column_blocks(rows, start, min(_CONVERTED // len(rows), _WIDE_COLUMNS)):
-        # A copy even of float64 rows: how they lie in memory must not change the bits.
-        block = rows[:, columns].to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+        block = _converted(rows, columns)
         if centre is not None:
             block = block - block[centre]
         total.addmm_(block, block.T)
@@ -135,13 +130,16 @@ def _measured_errors(blocks: Tensor, products: Tensor) -> Tensor:
 
 
 def _narrow_blocks(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """All whole blocks of columns as float32 ``(count, n, _NARROW_COLUMNS)``, copied only to convert."""
-    at_once = _NARROW_CALL if rows.dtype == torch.float32 else _CONVERTED
-    width = max(at_once // (len(rows) * _NARROW_COLUMNS), 1) * _NARROW_COLUMNS
+    """All whole blocks of columns, as views ``(count, n, _NARROW_COLUMNS)``."""
+    width = max(_NARROW_CALL // (len(rows) * _NARROW_COLUMNS), 1) * _NARROW_COLUMNS
     whole = rows.shape[1] // _NARROW_COLUMNS * _NARROW_COLUMNS
     for columns in _column_blocks(rows[:, :whole], 0, width):
-        block = rows[:, columns].to(torch.float32)
-        yield columns, block.view(len(rows), -1, _NARROW_COLUMNS).transpose(0, 1)
+        yield columns, rows[:, columns].view(len(rows), -1, _NARROW_COLUMNS).transpose(0, 1)
+
+
+def _converted(rows: Tensor, columns: slice) -> Tensor:
+    """A float64 copy, even of float64: how rows lie in memory must not change the bits."""
+    return rows[:, columns].to(torch.float64, memory_format=torch.contiguous_format, copy=True)
 
 
 def _column_blocks(rows: Tensor, start: int, width: int) -> Iterator[slice]:
