@@ -44,7 +44,7 @@ BODIES: dict[str, m.Body] = {
     "Commit.contributor": m.Commit(ROOT, compute_commitment(RUN, STEP, ATTEMPT, ALICE.key, SHARE, SALT)),
     "Commit.validator": m.Commit(None, compute_commitment(RUN, STEP, ATTEMPT, ALICE.key, SHARE, SALT)),
     "Aggregate.result": m.Aggregate(digest_of(7), ()),
-    "Aggregate.missing": m.Aggregate(None, (0, 3, 1023)),
+    "Aggregate.missing": m.Aggregate(None, (0, 3, 255)),
     "Reveal": m.Reveal(SHARE, SALT),
     "Report.contributor": m.Report((0.5, 0.0, -1e-300, 0.0), (3.0, 0.0), (1,), ()),
     "Report.validator": m.Report(

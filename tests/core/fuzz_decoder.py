@@ -55,10 +55,10 @@ CLAIMS = (
     16,
     255,
     256,
-    1023,
-    1024,
-    1025,
-    4096,
+    257,
+    512,
+    513,
+    2048,
     65535,
     65536,
     1 << 20,
@@ -67,7 +67,7 @@ CLAIMS = (
     0x80000000,
     0xFFFFFFFF,
 )
-NUMBERS = (0, 1, -1, 127, 128, 255, 256, 1023, 1024, 1 << 16, 1 << 32, 1 << 48, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+NUMBERS = (0, 1, -1, 127, 128, 255, 256, 512, 1 << 16, 1 << 32, 1 << 48, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 5e-324, 1.7976931348623157e308)
 
 SMALL = [codec.encode(value) for value in (*BODIES.values(), *MESSAGES.values())]
@@ -254,10 +254,20 @@ def check_frames(make_reader: Callable[[], Any], data: bytes, rng: random.Random
             ending = None
         except Malformed:
             ending = Malformed
+            if reads_on(reader):
+                raise Failure("a stream went on behind a length out of bounds") from None
         except Exception as error:
             raise Failure(f"{type(error).__name__} in a stream: {str(error)[:200]}") from error
         if [*got, ending] != expected:
             raise Failure(f"a stream of {len(stream)} bytes gave other frames than it holds")
+
+
+def reads_on(reader: Any) -> bool:
+    try:
+        list(reader.feed(b""))
+    except Malformed:
+        return False
+    return True
 
 
 def cut_frames(stream: bytes) -> Iterator[bytes | type[Malformed] | None]:

@@ -88,6 +88,15 @@ def test_frames_cut_in_other_places_are_noticed(capsys: pytest.CaptureFixture[st
     assert_noticed(Decoders(reader=Careless), capsys, "other frames")
 
 
+def test_a_stream_that_goes_on_behind_a_bad_length_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    class Forgetful(codec.FrameReader):
+        def feed(self, data: bytes) -> Any:
+            self._complaint = None
+            return super().feed(data)
+
+    assert_noticed(Decoders(reader=Forgetful), capsys, "went on behind")
+
+
 def test_growing_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter((100.0, 131.0))
     monkeypatch.setattr(fuzz_decoder, "resident_megabytes", lambda: next(sizes))

@@ -67,27 +67,42 @@ def encode_frame(message: Message) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream into frames. It holds no more than one frame beyond what it was last given."""
+    """Cuts a stream into frames. It holds no more than one frame beyond what it was last given.
 
-    def __init__(self) -> None:
+    ``limit`` is the longest frame it takes: less than ``MAX_FRAME`` for those from whom nothing long is expected.
+    """
+
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        if not 0 < limit <= MAX_FRAME:
+            raise ValueError(f"limit: {limit}, where 1 to {MAX_FRAME} are allowed")
+        self._limit = limit
         self._buffer = bytearray()
+        self._complaint: str | None = None
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Take the next bytes of the stream; yield the frames that are whole. :class:`Malformed` ends the stream.
 
-        The bytes are taken at once. Frames that the caller does not take come with those of the next call.
+        The bytes are taken at once. Frames that the caller does not take come with those of the next call. After a
+        length outside the limits nobody knows where the next frame starts: the reader drops what it holds, and every
+        later call raises :class:`Malformed` again.
         """
+        if self._complaint is not None:
+            raise Malformed(self._complaint)
         self._buffer += data
         return self._take_frames()
 
     def _take_frames(self) -> Iterator[bytes]:
         while len(self._buffer) >= _HEADER:
             size = int.from_bytes(self._buffer[:_HEADER], "big")
-            if not 0 < size <= MAX_FRAME:
-                raise Malformed(f"a frame of {size} bytes where 1 to {MAX_FRAME} are allowed")
+            if not 0 < size <= self._limit:
+                self._complaint = f"a frame of {size} bytes where 1 to {self._limit} are allowed"
+                self._buffer = bytearray()
+                break
             end = _HEADER + size
             if len(self._buffer) < end:
                 return
             frame = bytes(self._buffer[_HEADER:end])
             del self._buffer[:end]
             yield frame
+        if self._complaint is not None:  # found just now, or through another iterator while this one was open
+            raise Malformed(self._complaint)

@@ -58,11 +58,16 @@ class Domain(StrEnum):
 
 
 def compute_digest(purpose: str, *fields: bytes | memoryview) -> bytes:
-    """32 bytes that bind every field and its length to one purpose."""
+    """32 bytes that bind every field and its length to one purpose.
+
+    A view counts as its bytes, whatever its shape; one with gaps is refused.
+    """
     hasher = blake3(derive_key_context=f"phalanx 1 {purpose}")
     for field in fields:
-        hasher.update(memoryview(field).nbytes.to_bytes(8, "little"))
-        hasher.update(field)
+        view = memoryview(field)
+        hasher.update(view.nbytes.to_bytes(8, "little"))
+        if view.nbytes:  # a view with a zero in its shape cannot be cast
+            hasher.update(view.cast("B"))
     return hasher.digest()
 
 
@@ -140,30 +145,57 @@ class Identity:
         except OSError as error:
             raise LocalError(f"cannot write {path}: {error.strerror}") from None
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_PRIVATE_PREFIX + self._seed + self.key)
-                file.flush()
-                os.fsync(file.fileno())
+            _fill_file(handle, path, _PRIVATE_PREFIX + self._seed + self.key)
         except OSError as error:
-            path.unlink(missing_ok=True)
             raise LocalError(f"cannot write {path}: {error.strerror}") from None
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Read a key file; refuse one that others can read or that is not an Ed25519 key in libp2p's form."""
+        """Read a key file; refuse one that others own or can read, or that is no Ed25519 key in libp2p's form."""
         try:
-            with open(path, "rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                raw = file.read(len(_PRIVATE_PREFIX) + 64 + 1)
+            raw = _read_private(path, len(_PRIVATE_PREFIX) + 64 + 1)
         except FileNotFoundError:
             raise LocalError(f"{path} does not exist; make a key with: phalanx keygen {path}") from None
         except OSError as error:
             raise LocalError(f"cannot read {path}: {error.strerror}") from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise LocalError(f"{path} can be read by others; make it yours alone with: chmod 600 {path}")
         if len(raw) != len(_PRIVATE_PREFIX) + 64 or not raw.startswith(_PRIVATE_PREFIX):
             raise LocalError(f"{path} is not an Ed25519 key in libp2p's form (68 bytes starting 08 01 12 40)")
         identity = cls(raw[4:36])
         if identity.key != raw[36:]:
             raise LocalError(f"{path} is damaged: its public key does not belong to its private key")
         return identity
+
+
+def _fill_file(handle: int, path: Path, data: bytes) -> None:
+    """Write a file that was just made, to the disk; leave none behind if that ends early, for whatever reason."""
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # The file's name is in its directory: without this, a power cut could lose it.
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except BaseException:  # also when interrupted: half a key would stand in the way of the next attempt
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _read_private(path: Path, size: int) -> bytes:
+    """Up to ``size`` bytes of a regular file that is this user's alone; :class:`LocalError` if it is not."""
+    # O_NONBLOCK: opening a pipe would otherwise wait for somebody who writes to it.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise LocalError(f"{path} is not a regular file; a key is kept in one")
+        if status.st_uid != os.geteuid():
+            raise LocalError(f"{path} belongs to another user; run as its owner, or make a key of your own")
+        if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise LocalError(f"{path} can be read by others; make it yours alone with: chmod 600 {path}")
+        return os.read(handle, size)
+    finally:
+        os.close(handle)

@@ -22,14 +22,15 @@ from msgspec import Meta, Struct
 
 from phalanx.core.crypto import DIGEST_SIZE, KEY_SIZE, SIGNATURE_SIZE, Domain
 
-MAX_MEMBERS = 1024
+# Chosen together: a certificate of any phase, or a quorum of outcomes, fits one frame even for the largest roster.
+MAX_MEMBERS = 256
 MAX_PROJECTIONS = 8
 MAX_CASES = 64
-MAX_BALLOTS = 4096
+MAX_BALLOTS = 512
 MAX_BODY = 1 << 18
 MAX_CHUNK = 1 << 20
 MAX_MANIFEST = 1 << 16
-MAX_FRAME = 1 << 22
+MAX_FRAME = 1 << 23
 MAX_PATH = (MAX_MEMBERS - 1).bit_length()
 
 Digest: TypeAlias = Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
@@ -307,6 +308,11 @@ class Signed(_Said, frozen=True):
 
     @property
     def slot(self) -> Slot:
+        """The place in the agreed broadcast, and that alone: it says nothing of the run or of the domain.
+
+        Who compares slots has made sure that both messages are of one run and in the domain AGREED. Elsewhere a sender
+        may well sign twice with one step, attempt and phase, such as an endorsement for each owner.
+        """
         return Slot(self.step, self.attempt, self.phase, self.sender)
 
 
@@ -378,7 +384,10 @@ class Manifest(_Said, frozen=True):
 
 
 class Certificate(_Said, frozen=True):
-    """The messages that settle a phase: all of the next phase, naming its root, or a quorum of outcomes."""
+    """The messages that settle a phase: all of the next phase, naming its root, or a quorum of outcomes.
+
+    Of outcomes no more than the quorum: all of them, at their largest, would not fit a frame.
+    """
 
     messages: Annotated[tuple[Signed, ...], Meta(max_length=MAX_MEMBERS)]
 
@@ -423,13 +432,32 @@ class PullManifest(_Said, frozen=True):
 
 
 # ---- Proofs and accusations
+#
+# Each says here what ties its messages together, so that messages of unrelated places never form a proof. That is
+# structure only: whether the senders signed (``envelope.is_authentic``), and whether the bodies show what is claimed,
+# the verifier checks.
+
+
+def _is_agreed(message: Signed, *phases: Phase) -> bool:
+    return message.domain == Domain.AGREED and message.phase in phases
+
+
+def _attempt_of(message: Signed) -> tuple[bytes, int, int, bytes]:
+    """Whose message of which attempt it is: messages of one sender that may contradict one another share this."""
+    return message.run, message.step, message.attempt, message.sender
 
 
 class Equivocation(_Said, frozen=True):
-    """E1: two signed messages in one slot."""
+    """E1: two signed messages in one slot, of different content. A second signature on one content is no offence."""
 
     first: Signed
     second: Signed
+
+    def __post_init__(self) -> None:
+        first, second = self.first, self.second
+        _require(first.domain == second.domain == Domain.AGREED, "equivocation: not agreed messages")
+        _require(first.run == second.run and first.slot == second.slot, "equivocation: not in one slot of one run")
+        _require((first.previous, first.body) != (second.previous, second.body), "equivocation: the same content")
 
 
 class WrongReveal(_Said, frozen=True):
@@ -438,12 +466,24 @@ class WrongReveal(_Said, frozen=True):
     commit: Signed
     reveal: Signed
 
+    def __post_init__(self) -> None:
+        _require(_is_agreed(self.commit, Phase.COMMIT), "commit: not an agreed message of COMMIT")
+        _require(_is_agreed(self.reveal, Phase.REVEAL), "reveal: not an agreed message of REVEAL")
+        _require(_attempt_of(self.commit) == _attempt_of(self.reveal), "reveal: not of the commit's sender and attempt")
+
 
 class WrongOpening(_Said, frozen=True):
     """E3: an opening whose path does not lead to the committed root."""
 
     commit: Signed
     opening: Signed
+
+    def __post_init__(self) -> None:
+        _require(_is_agreed(self.commit, Phase.COMMIT), "commit: not an agreed message of COMMIT")
+        _require(self.opening.domain == Domain.OPENING, "opening: signed for another purpose")
+        _require(
+            _attempt_of(self.commit) == _attempt_of(self.opening), "opening: not of the commit's sender and attempt"
+        )
 
 
 class MalformedBody(_Said, frozen=True):
@@ -455,7 +495,8 @@ class MalformedBody(_Said, frozen=True):
 class Accusation(_Said, frozen=True):
     """V1 and V4: ``accused``'s report or gradient is not what its committed bytes, or its public seed, give.
 
-    Its digest travels in CONFIRM. Voters pull the bytes it names, recompute, and vote.
+    Its digest travels in CONFIRM. Voters pull the bytes it names, recompute, and vote. V1 is about a report, and names
+    the parts for which it is wrong; V4 may be about the gradient alone.
     """
 
     rule: Rule
@@ -469,6 +510,18 @@ class Accusation(_Said, frozen=True):
     def __post_init__(self) -> None:
         _require(self.rule in (Rule.REPORT, Rule.GRADIENT), "rule: only V1 and V4 are voted on")
         _require(_is_increasing(self.parts), "parts: not increasing")
+        _require(_is_agreed(self.commit, Phase.COMMIT), "commit: not an agreed message of COMMIT")
+        _require(
+            _attempt_of(self.commit)[1:] == (self.step, self.attempt, self.accused),
+            "commit: not of the accused at that attempt",
+        )
+        if self.report is not None:
+            _require(
+                _is_agreed(self.report, Phase.REPORT, Phase.REPORT_AGAIN), "report: not an agreed message of REPORT"
+            )
+            _require(_attempt_of(self.report) == _attempt_of(self.commit), "report: not of the commit's attempt")
+        if self.rule is Rule.REPORT:
+            _require(self.report is not None and bool(self.parts), "V1: needs a report and at least one part")
 
 
 Proof: TypeAlias = Equivocation | WrongReveal | WrongOpening | MalformedBody
