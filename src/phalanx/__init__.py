@@ -1,6 +1,6 @@
 """Train one PyTorch model together with people you do not trust.
 
-``core`` holds the protocol and its mathematics, free of sockets and clocks; start with ``core/clipping.py``.
+``core`` holds the protocol and its mathematics, free of sockets and clocks; its docstring says where to start.
 """
 
 from phalanx.core.clipping import Clipped, centered_clip

@@ -1,60 +1,34 @@
-"""CenteredClip: the mean that no minority can move far (PROTOCOL section 6).
+"""CenteredClip: the mean that no minority can move far (PROTOCOL section 6). The mathematics is in ``balance.py``.
 
-Given rows ``g_1 .. g_n`` and a radius ``tau``, the aggregate ``v`` solves
-
-    sum_i p_i (g_i - v) min(1, tau / |g_i - v|) = 0,
-
-the point at which the rows, each pulling no harder than ``tau``, are in balance (``p_i`` are optional
-row weights, 1 by default). It is the minimiser of the convex Huber loss ``sum_i p_i h(|g_i - v|)``, so it
-depends on the rows alone, not on a starting point or a history. (Where rows lie on a line there can be a segment of
-minimisers; we take its middle.) ``tau = inf`` is the mean, ``tau -> 0`` the geometric median. Three facts make it
-cheap and exact:
-
-1. *Re-weighting.* With ``a_i = p_i min(1, tau / |g_i - v|)`` the equation reads ``v = sum a_i g_i / sum a_i``.
-   Repeating that assignment never increases the loss and usually converges in a few rounds.
-2. *The Gram matrix is enough.* ``v`` is a weighted mean of the rows, so every distance and the residual follow from
-   ``n x n`` inner products. The long rows are read twice: once for the Gram matrix, once to form ``v``. We write
-   ``v = g_k + sum c_i e_i`` with unit vectors ``e_i = (g_i - g_k) / s_i`` about an inlying row ``g_k``: however large
-   an attacker's row, its ``c_i`` is of the order of ``tau``, and nothing is lost next to it.
-3. *Newton where re-weighting stalls* (``tau`` small, ``v`` next to a row). The loss has the Hessian
-   ``A - sum_clipped a_i f_i f_i'`` with ``A = sum a_i`` and ``f_i`` the unit vector from ``v`` to ``g_i``, and its
-   Newton step lies in the span of the rows: an ``n x n`` system. A bisection along the step keeps it safe.
-
-Rounding in the Gram matrix is the only thing that can spoil a distance, and it is bounded: an entry is off by at
-most ``error * |g_i| |g_j|``, hence ``|g_i - v|^2`` by at most ``error * (sum_j |e_i - w|_j |g_j|)^2``. When
-that bound, carried through to the residual, is not far below what we promise, the Gram matrix is formed again in
-float64 around the row nearest to ``v``, which removes the cancellation. That is how the result stays exact
-when attackers are a thousand times larger than everyone else, or ``tau`` a millionth of the spread.
+This file checks the arguments and vouches for the result. Rounding in the Gram matrix is the only thing that can spoil
+a distance, and it is known: if an entry is off by at most ``error * |g_i| |g_j|``, then ``|g_i - v|^2`` is off by at most
+``error * (sum_j |e_i - w|_j |g_j|)^2``, where ``w`` are the weights of the rows in ``v``. When that, carried through to
+the residual, could use up half of what we promise, the Gram matrix is formed again in float64 around the row nearest
+to ``v``, which removes the cancellation. That is how the result stays exact when attackers are a thousand times larger
+than everyone else, or ``tau`` a millionth of the spread.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.core.gram import Gram, combine, compute_gram
+from phalanx.core.balance import AIM, HUGE, TINY, Array, Point, find_medoids, solve_balance
+from phalanx.core.gram import MOST_ROWS_TO_GUESS, Gram, combine, compute_gram, make_wide
 
-Array: TypeAlias = npt.NDArray[np.float64]
-Rows: TypeAlias = npt.NDArray[np.intp]
+if TYPE_CHECKING:
+    from phalanx.core.gram_cuda import Guess
 
-# The promise is |sum clip| <= PROMISE * tau * n. The solver aims far below it; rounding may use up half of it.
+# The promise is |sum clip| <= PROMISE * tau * n; the solver aims far below it, rounding may use up half of it.
 PROMISE = 1e-6
-_AIM = 1e-8
 _ROUNDING_SHARE = 0.5
-_FIRST_ROUNDS = 3
-_QUICK = 0.2  # after those, re-weighting goes on while each round shrinks the residual at least this much
-_NEWTON_ROUNDS = 100
-_PATIENCE = 15  # Newton rounds without a smaller residual, before we conclude that rounding forbids it
-_BISECTIONS = 60
 _RECENTRINGS = 4
 _TOGETHER = 4096  # stacks that a GPU takes at once
-_TINY, _HUGE = 1e-300, 1e300  # nothing is divided by less, no radius is larger
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -133,7 +107,7 @@ def _checked_radius(tau: float) -> float:
         raise TypeError(f"tau: expected one number, got {tau!r}") from None
     if not radius > 0:
         raise ValueError(f"tau: expected a positive number, got {radius}")
-    return min(radius, _HUGE)
+    return min(radius, HUGE)
 
 
 def _checked_prior(parts: Tensor, weights: Tensor | None) -> Array:
@@ -161,9 +135,19 @@ def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
     """Solve; where rounding in the Gram matrix could break the promise, form it anew around the nearest row."""
     scale = prior.max(axis=1)
     prior = prior / scale[:, None]
-    gram = _finite_gram(stacks, None)
-    base = _medoids(gram.matrices, tau, prior)
-    weights, point, rounds = _solve(gram.matrices, base, np.zeros_like(prior), tau, prior)
+    guess: Guess | None = None
+    if stacks.is_cuda and stacks.shape[1] <= MOST_ROWS_TO_GUESS:
+        from phalanx.core.gram_cuda import guess_cuda
+
+        guess = guess_cuda(stacks, tau, 0.5 * AIM * tau, prior)
+        gram, base, start = make_wide(guess.matrices), guess.bases, guess.weights
+        _refuse_non_finite(gram)
+    else:
+        gram = compute_gram(stacks)
+        _refuse_non_finite(gram)
+        base, start = find_medoids(gram.matrices, tau, prior), np.zeros_like(prior)
+    weights, point, rounds = solve_balance(gram.matrices, base, start, tau, prior)
+    weights = weights.copy()
     distances = point.distances
     doubt = _rounding_bound(gram, weights, point, tau, prior)
     bound = point.residual + doubt
@@ -172,38 +156,28 @@ def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
         one, wide = slice(b, b + 1), True
         for _ in range(_RECENTRINGS):
             nearest = distances[one].argmin(axis=1)
-            gram = _finite_gram(stacks[one], nearest)
-            weights[one], point, used = _solve(gram.matrices, nearest, weights[one], tau, prior[one])
+            gram = compute_gram(stacks[one], nearest)
+            weights[one], point, used = solve_balance(gram.matrices, nearest, weights[one], tau, prior[one])
             doubt = _rounding_bound(gram, weights[one], point, tau, prior[one])
             distances[one], bound[one], rounds = point.distances, point.residual + doubt, rounds + used
             if (doubt <= _ROUNDING_SHARE * PROMISE * tau * prior[one].sum(axis=1)).all():
                 break
-    # One small copy to the device, and none after the long sum has started there.
     small = torch.from_numpy(np.stack([weights, distances])).to(stacks.device)
-    aggregate = combine(stacks, small[0], wide=wide)
+    if guess is not None and np.array_equal(weights, guess.weights):
+        aggregate, rounds = guess.aggregate, rounds + guess.rounds
+    else:
+        aggregate = combine(stacks, small[0], wide=wide)
     return Clipped(aggregate, small[0], small[1], torch.from_numpy(bound * scale), rounds)
 
 
-def _finite_gram(stacks: Tensor, centre: Rows | None) -> Gram:
-    gram = compute_gram(stacks, centre)
+def _refuse_non_finite(gram: Gram) -> None:
     finite = np.isfinite(gram.matrices.diagonal(axis1=1, axis2=2))
     if not finite.all():
         row = np.argwhere(~finite)[0, 1]
         raise ValueError(f"parts: row {row} holds values that are not finite, or too large for their squares to be")
-    return gram
 
 
-def _medoids(matrices: Array, tau: float, prior: Array) -> Rows:
-    """For each stack the row with the smallest loss: an inlying start, within ``tau`` of the answer if any row is."""
-    squares = matrices.diagonal(axis1=1, axis2=2)
-    distances = np.sqrt(np.maximum(squares[:, :, None] + squares[:, None, :] - 2 * matrices, 0))
-    inside = np.minimum(distances, tau)
-    loss = np.matmul(prior[:, None, :], inside * (distances - 0.5 * inside))
-    best: Rows = loss[:, 0].argmin(axis=1)
-    return best
-
-
-def _rounding_bound(gram: Gram, weights: Array, point: _Point, tau: float, prior: Array) -> Array:
+def _rounding_bound(gram: Gram, weights: Array, point: Point, tau: float, prior: Array) -> Array:
     """How far rounding of the Gram matrices may move the residual (see the module's docstring)."""
     offsets = np.eye(weights.shape[1]) - weights[:, None, :]  # g_i - v, as a combination of rows
     sizes = np.sqrt(gram.matrices.diagonal(axis1=1, axis2=2))
@@ -214,196 +188,7 @@ def _rounding_bound(gram: Gram, weights: Array, point: _Point, tau: float, prior
         measured = np.matmul(offsets[:, None], gram.measured_error) * offsets[:, None]
         slack += np.abs(measured.sum(axis=3)).max(axis=1)
     clipped = np.sqrt(squares + slack) > tau
-    relative = slack / np.maximum(np.maximum(2 * squares, slack), _TINY)  # on |g_i - v|, at most 1
+    relative = slack / np.maximum(np.maximum(2 * squares, slack), TINY)  # on |g_i - v|, at most 1
     direct = math.sqrt(gram.relative_error) * np.abs(point.error).sum(axis=1)  # on the residual's own norm
     bound: Array = np.where(clipped, prior * relative, 0).sum(axis=1) * tau + direct
     return bound
-
-
-@dataclass(slots=True)
-class _Point:
-    """One ``v = g_k + sum c_i e_i`` for each stack, and what the equation says of it."""
-
-    c: Array
-    along: Array  # <e_i, v - g_k>
-    square: Array  # |v - g_k|^2
-    distances: Array
-    pulls: Array  # a_i
-    weights: Array  # a_i / A: where re-weighting goes from here
-    total: Array  # A
-    error: Array  # sum a_i (g_i - v), as coefficients of the e_i
-    residual: Array  # its norm
-
-
-class _Problem:
-    """The equation for stacks of rows, each about its base row ``g_k``."""
-
-    def __init__(self, matrices: Array, base: Rows, tau: float, prior: Array) -> None:
-        stack = np.arange(len(matrices))
-        column = matrices[stack, :, base]
-        about = matrices - column[:, :, None] - column[:, None, :] + matrices[stack, base, base][:, None, None]
-        squares = about.diagonal(axis1=1, axis2=2).copy()
-        squares[stack, base] = 0
-        self.sizes: Array = np.sqrt(np.maximum(squares, 0))  # s_i = |g_i - g_k|
-        inverse = np.where(self.sizes > _TINY, 1 / np.maximum(self.sizes, _TINY), 0)
-        self.cosines: Array = np.clip(about * inverse[:, :, None] * inverse[:, None, :], -1, 1)  # <e_i, e_j>
-        self.tau, self.prior = tau, prior
-
-    def at(self, c: Array) -> _Point:
-        along, square, distances, pulls = self._pulls_at(c)
-        total = pulls.sum(axis=1)
-        error = pulls * self.sizes - total[:, None] * c
-        residual = (error * np.matmul(self.cosines, error[:, :, None])[:, :, 0]).sum(axis=1)
-        residual = np.sqrt(np.maximum(residual, 0))
-        return _Point(c, along, square, distances, pulls, pulls / total[:, None], total, error, residual)
-
-    def reweight(self, weights: Array) -> Array:
-        pulls = self._pulls_at(weights * self.sizes)[3]
-        reweighted: Array = pulls / pulls.sum(axis=1, keepdims=True)
-        return reweighted
-
-    def pulls(self, distances: Array, prior: Array) -> Array:
-        pulls: Array = prior * (self.tau / np.maximum(distances, self.tau))
-        return pulls
-
-    def _pulls_at(self, c: Array) -> tuple[Array, Array, Array, Array]:
-        along = np.matmul(self.cosines, c[:, :, None])[:, :, 0]
-        square = (c * along).sum(axis=1)
-        # In and across the direction of the row: no digits cancel where v is close to it.
-        distances = np.sqrt((self.sizes - along) ** 2 + np.maximum(square[:, None] - along**2, 0))
-        return along, square, distances, self.pulls(distances, self.prior)
-
-
-def _solve(matrices: Array, base: Rows, start: Array, tau: float, prior: Array) -> tuple[Array, _Point, int]:
-    """The weights of each stack, what holds there, and the rounds: re-weighting while that is quick, then Newton."""
-    problem = _Problem(matrices, base, tau, prior)
-    aim = _AIM * tau * prior.sum(axis=1)
-    weights, rounds = start, _FIRST_ROUNDS
-    for _ in range(_FIRST_ROUNDS):
-        weights = problem.reweight(weights)
-    point = problem.at(weights * problem.sizes)
-    quick = point.residual > aim
-    while quick.any():
-        weights = np.where(quick[:, None], point.weights, weights)
-        new = problem.at(weights * problem.sizes)
-        quick &= (new.residual > aim) & (new.residual <= _QUICK * point.residual)
-        point, rounds = new, rounds + 1
-    stalled = point.residual > aim
-    if stalled.any():
-        best, used = _newton(problem, point, aim)
-        # Rows that depend on each other leave c undetermined; a last re-weighting makes v a proper mean again.
-        weights = np.where(stalled[:, None], best.weights, weights)
-        point, rounds = problem.at(weights * problem.sizes), rounds + used
-    middle = _middle_of_segment(problem, point, aim)
-    if middle is not None:
-        weights = np.where(np.isnan(middle), weights, middle)
-        point = problem.at(weights * problem.sizes)
-    return weights / weights.sum(axis=1, keepdims=True), point, rounds
-
-
-def _newton(problem: _Problem, point: _Point, aim: Array) -> tuple[_Point, int]:
-    """Newton's method on the stacks that have not converged. A step that does not halve the residual is cut where the
-    loss stops falling; the best point counts."""
-    best, idle = point, np.zeros(len(aim))
-    for rounds in range(_NEWTON_ROUNDS):
-        going = (best.residual > aim) & (idle < _PATIENCE)
-        if not going.any():
-            return best, rounds
-        step = np.where(going[:, None], _newton_step(problem, point), 0)
-        new = problem.at(point.c + step)
-        poor = np.flatnonzero(going & ~(new.residual <= 0.5 * point.residual))
-        for b in poor:
-            step[b] *= _best_length(problem, point, step[b], int(b))
-        point = problem.at(point.c + step) if len(poor) else new
-        better = point.residual < best.residual
-        best = point if better.all() else problem.at(np.where(better[:, None], point.c, best.c))
-        idle = np.where(better, 0, idle + 1)
-    return best, _NEWTON_ROUNDS
-
-
-def _newton_step(problem: _Problem, point: _Point) -> Array:
-    """The step ``sum x_i (g_i - v)`` as a change of ``c``.
-
-    With ``t_i = x_i |g_i - v|``, and ``F`` the cosines of the rows as seen from ``v``, Newton's system reads
-    ``A t_i - a_i (F t)_i = a_i |g_i - v|`` for a clipped row, and ``A x_i = a_i`` for any other.
-    """
-    products = _products_about(problem, point)
-    floor = np.maximum(point.distances, _TINY)
-    cosines = np.clip(products / floor[:, :, None] / floor[:, None, :], -1, 1)
-    clipped = point.distances > problem.tau
-    # A hair of damping: where all rows lie on a line and are clipped, the loss is piecewise linear, the Hessian zero.
-    hessian = (1 + 1e-12) * point.total[:, None, None] * np.eye(cosines.shape[1])
-    hessian = hessian - np.where(clipped, point.pulls, 0)[:, :, None] * cosines
-    t = _solve_each(hessian, point.pulls * point.distances)
-    x = np.where(clipped, t / floor, point.weights)
-    step: Array = x * problem.sizes - x.sum(axis=1, keepdims=True) * point.c
-    return step
-
-
-def _products_about(problem: _Problem, point: _Point) -> Array:
-    """``<g_i - v, g_j - v>``, grouped so that one huge row spoils no other's digits."""
-    sizes, along = problem.sizes, point.along
-    with_base = sizes[:, :, None] * (sizes[:, None, :] * problem.cosines - along[:, :, None])
-    products: Array = with_base - (sizes * along)[:, None, :] + point.square[:, None, None]
-    return products
-
-
-def _solve_each(systems: Array, sides: Array) -> Array:
-    """Solutions of the linear systems; zero for a singular one."""
-    try:
-        solutions: Array = np.linalg.solve(systems, sides[:, :, None])[:, :, 0].astype(np.float64, copy=False)
-        return solutions
-    except np.linalg.LinAlgError:
-        if len(systems) == 1:
-            return np.zeros_like(sides)
-        each = zip(systems, sides, strict=True)
-        return np.concatenate([_solve_each(system[None], side[None]) for system, side in each])
-
-
-def _best_length(problem: _Problem, point: _Point, step: Array, b: int) -> float:
-    """Where along ``step`` the loss of stack ``b`` is least: a bisection on its slope, which only ever rises."""
-    products = problem.cosines[b] @ step
-    size = math.sqrt(max(float(step @ products), 0))
-    if not 0 < size < math.inf:
-        return 0.0
-    along = (problem.sizes[b] * products - float(point.c[b] @ products)) / size  # of g_i - v, in the step's direction
-    across = np.maximum(point.distances[b] ** 2 - along**2, 0)
-
-    def slope(length: float) -> float:
-        ahead = along - length * size
-        return -float((problem.pulls(np.sqrt(ahead**2 + across), problem.prior[b]) * ahead).sum())
-
-    low, high = 0.0, 1.0
-    while slope(high) < 0 and high * size < _HUGE:
-        low, high = high, 2 * high
-    for _ in range(_BISECTIONS):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
-    return high
-
-
-def _middle_of_segment(problem: _Problem, point: _Point, aim: Array) -> Array | None:
-    """Weights of the middle of the minimisers, for stacks where those form a segment; nan for others, None if all are.
-
-    That is so where every row is clipped and all lie on one line through ``v``, as many ahead as behind. Any point
-    between the nearest two, no closer than ``tau`` to either, is then in balance.
-    """
-    counts = problem.prior > 0
-    clipped = ((point.distances > (1 - 1e-6) * problem.tau) | ~counts).all(axis=1)  # v stops at the segment's end
-    if not clipped.any():
-        return None
-    stack, distances = np.arange(len(counts)), np.where(counts, point.distances, np.inf)
-    nearest = distances.argmin(axis=1)
-    products = _products_about(problem, point)[stack, nearest]
-    limit = point.distances[stack, nearest, None] * point.distances
-    line = (~counts | (np.abs(products) >= (1 - 1e-9) * limit)).all(axis=1)
-    behind = np.where(products < 0, distances, np.inf).min(axis=1)
-    found = clipped & line & np.isfinite(behind)
-    if not found.any():
-        return None
-    share = np.where(found, 0.5 - 0.5 * np.where(found, behind, 0) / distances[stack, nearest], 0)
-    c = point.c * (1 - share[:, None])
-    c[stack, nearest] += share * problem.sizes[stack, nearest]
-    weights = problem.at(c).weights
-    found &= problem.at(weights * problem.sizes).residual <= aim
-    return np.where(found[:, None], weights, np.nan) if found.any() else None

@@ -18,6 +18,9 @@ from torch import Tensor
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
+# Up to this many rows a GPU guesses the weights before the host has seen the Gram matrix.
+MOST_ROWS_TO_GUESS = 32
+
 # Numbers that are converted at once, and columns that one float64 product sums.
 _CONVERTED = 1 << 17
 _WIDE_COLUMNS = 8192
@@ -54,7 +57,7 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
         from phalanx.core.gram_cuda import compute_gram_cuda
 
         matrices = compute_gram_cuda(stacks, centre).cpu().numpy()
-        return _wide(matrices)
+        return make_wide(matrices)
     if centre is None and stacks.dtype == torch.float32 and stacks[0].numel() >= _NARROW_FROM:
         narrow, errors = zip(*(_narrow_gram(rows) for rows in stacks), strict=True)
         matrices = np.stack(narrow)
@@ -62,10 +65,11 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
             return Gram(matrices, np.stack(errors), _NARROW_ERROR, wide=False)
     centres = [None] * len(stacks) if centre is None else centre.tolist()
     matrices = np.stack([_wide_gram(rows, row).numpy() for rows, row in zip(stacks, centres, strict=True)])
-    return _wide(matrices)
+    return make_wide(matrices)
 
 
-def _wide(matrices: Array) -> Gram:
+def make_wide(matrices: Array) -> Gram:
+    """Matrices that were summed in float64."""
     return Gram(matrices, np.zeros((len(matrices), 2, *matrices.shape[1:])), _WIDE_ERROR, wide=True)
 
 

@@ -1,0 +1,248 @@
+"""The mathematics of CenteredClip: the point at which rows are in balance, each pulling no harder than ``tau``.
+
+Given rows ``g_1 .. g_n``, row weights ``p_i`` and a radius ``tau``, the aggregate ``v`` solves
+
+    sum_i p_i (g_i - v) min(1, tau / |g_i - v|) = 0.
+
+It is the minimiser of the convex Huber loss ``sum_i p_i h(|g_i - v|)``, so it depends on the rows alone, not on a
+starting point or a history. (Where rows lie on a line there can be a segment of minimisers; we take its middle.)
+``tau = inf`` is the mean, ``tau -> 0`` the geometric median. Three facts make it cheap and exact:
+
+1. *Re-weighting.* With ``a_i = p_i min(1, tau / |g_i - v|)`` the equation reads ``v = sum a_i g_i / sum a_i``.
+   Repeating that assignment never increases the loss and usually converges in a few rounds.
+2. *The Gram matrix is enough.* ``v`` is a weighted mean of the rows, so every distance and the residual follow from
+   ``n x n`` inner products. The long rows are read twice: once for the Gram matrix, once to form ``v``. We write
+   ``v = g_k + sum c_i e_i`` with unit vectors ``e_i = (g_i - g_k) / s_i`` about an inlying row ``g_k``: however large
+   an attacker's row, its ``c_i`` is of the order of ``tau``, and nothing is lost next to it.
+3. *Newton where re-weighting stalls* (``tau`` small, ``v`` next to a row). The loss has the Hessian
+   ``A - sum_clipped a_i f_i f_i'`` with ``A = sum a_i`` and ``f_i`` the unit vector from ``v`` to ``g_i``, and its
+   Newton step lies in the span of the rows: an ``n x n`` system. A bisection along the step keeps it safe.
+
+Everything here works on a batch of Gram matrices at once, and on each as if it were alone. How exact the matrices
+are, and what follows for the result, is the business of ``clipping.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[np.float64]
+Rows: TypeAlias = npt.NDArray[np.intp]
+
+# The residual that the solver aims at, over tau * sum(p).
+AIM = 1e-8
+_FIRST_ROUNDS = 3
+_QUICK = 0.2  # after those, re-weighting goes on while each round shrinks the residual at least this much
+_NEWTON_ROUNDS = 100
+_PATIENCE = 15  # Newton rounds without a smaller residual, before we conclude that rounding forbids it
+_BISECTIONS = 60
+TINY, HUGE = 1e-300, 1e300  # nothing is divided by less, no radius is larger
+
+
+def find_medoids(matrices: Array, tau: float, prior: Array) -> Rows:
+    """For each stack the row with the smallest loss: an inlying start, within ``tau`` of the answer if any row is."""
+    squares = matrices.diagonal(axis1=1, axis2=2)
+    distances = np.sqrt(np.maximum(squares[:, :, None] + squares[:, None, :] - 2 * matrices, 0))
+    inside = np.minimum(distances, tau)
+    loss = np.matmul(prior[:, None, :], inside * (distances - 0.5 * inside))
+    best: Rows = loss[:, 0].argmin(axis=1)
+    return best
+
+
+@dataclass(slots=True)
+class Point:
+    """One ``v = g_k + sum c_i e_i`` for each stack, and what the equation says of it."""
+
+    c: Array
+    along: Array  # <e_i, v - g_k>
+    square: Array  # |v - g_k|^2
+    distances: Array
+    pulls: Array  # a_i
+    weights: Array  # a_i / A: where re-weighting goes from here
+    total: Array  # A
+    error: Array  # sum a_i (g_i - v), as coefficients of the e_i
+    residual: Array  # its norm
+
+
+class Problem:
+    """The equation for stacks of rows, each about its base row ``g_k``."""
+
+    def __init__(self, matrices: Array, base: Rows, tau: float, prior: Array) -> None:
+        stack = np.arange(len(matrices))
+        column = matrices[stack, :, base]
+        about = matrices - column[:, :, None] - column[:, None, :] + matrices[stack, base, base][:, None, None]
+        squares = about.diagonal(axis1=1, axis2=2).copy()
+        squares[stack, base] = 0
+        self.sizes: Array = np.sqrt(np.maximum(squares, 0))  # s_i = |g_i - g_k|
+        inverse = np.where(self.sizes > TINY, 1 / np.maximum(self.sizes, TINY), 0)
+        self.cosines: Array = np.clip(about * inverse[:, :, None] * inverse[:, None, :], -1, 1)  # <e_i, e_j>
+        self.tau, self.prior = tau, prior
+
+    def at(self, c: Array) -> Point:
+        along, square, distances, pulls = self._pulls_at(c)
+        total = pulls.sum(axis=1)
+        error = pulls * self.sizes - total[:, None] * c
+        residual = (error * np.matmul(self.cosines, error[:, :, None])[:, :, 0]).sum(axis=1)
+        residual = np.sqrt(np.maximum(residual, 0))
+        return Point(c, along, square, distances, pulls, pulls / total[:, None], total, error, residual)
+
+    def reweight(self, weights: Array) -> Array:
+        pulls = self._pulls_at(weights * self.sizes)[3]
+        reweighted: Array = pulls / pulls.sum(axis=1, keepdims=True)
+        return reweighted
+
+    def pulls(self, distances: Array, prior: Array) -> Array:
+        pulls: Array = prior * (self.tau / np.maximum(distances, self.tau))
+        return pulls
+
+    def _pulls_at(self, c: Array) -> tuple[Array, Array, Array, Array]:
+        along = np.matmul(self.cosines, c[:, :, None])[:, :, 0]
+        square = (c * along).sum(axis=1)
+        # In and across the direction of the row: no digits cancel where v is close to it.
+        distances = np.sqrt((self.sizes - along) ** 2 + np.maximum(square[:, None] - along**2, 0))
+        return along, square, distances, self.pulls(distances, self.prior)
+
+
+def solve_balance(matrices: Array, base: Rows, start: Array, tau: float, prior: Array) -> tuple[Array, Point, int]:
+    """The weights of each stack, what holds there, and the rounds: re-weighting while that is quick, then Newton.
+
+    ``start`` holds weights from an earlier solution, or zeros to start at the base row.
+    """
+    problem = Problem(matrices, base, tau, prior)
+    aim = AIM * tau * prior.sum(axis=1)
+    weights, rounds = start, 0
+    if not start.any():
+        for _ in range(_FIRST_ROUNDS):
+            weights = problem.reweight(weights)
+        rounds = _FIRST_ROUNDS
+    point = problem.at(weights * problem.sizes)
+    quick = point.residual > aim
+    while quick.any():
+        weights = np.where(quick[:, None], point.weights, weights)
+        new = problem.at(weights * problem.sizes)
+        quick &= (new.residual > aim) & (new.residual <= _QUICK * point.residual)
+        point, rounds = new, rounds + 1
+    stalled = point.residual > aim
+    if stalled.any():
+        best, used = _newton(problem, point, aim)
+        # Rows that depend on each other leave c undetermined; a last re-weighting makes v a proper mean again.
+        weights = np.where(stalled[:, None], best.weights, weights)
+        point, rounds = problem.at(weights * problem.sizes), rounds + used
+    middle = _middle_of_segment(problem, point, aim)
+    if middle is not None:
+        weights = np.where(np.isnan(middle), weights, middle)
+        point = problem.at(weights * problem.sizes)
+    return weights, point, rounds
+
+
+def _newton(problem: Problem, point: Point, aim: Array) -> tuple[Point, int]:
+    """Newton's method on the stacks that have not converged. A step that does not halve the residual is cut where the
+    loss stops falling; the best point counts."""
+    best, idle = point, np.zeros(len(aim))
+    for rounds in range(_NEWTON_ROUNDS):
+        going = (best.residual > aim) & (idle < _PATIENCE)
+        if not going.any():
+            return best, rounds
+        step = np.where(going[:, None], _newton_step(problem, point), 0)
+        new = problem.at(point.c + step)
+        poor = np.flatnonzero(going & ~(new.residual <= 0.5 * point.residual))
+        for b in poor:
+            step[b] *= _best_length(problem, point, step[b], int(b))
+        point = problem.at(point.c + step) if len(poor) else new
+        better = point.residual < best.residual
+        best = point if better.all() else problem.at(np.where(better[:, None], point.c, best.c))
+        idle = np.where(better, 0, idle + 1)
+    return best, _NEWTON_ROUNDS
+
+
+def _newton_step(problem: Problem, point: Point) -> Array:
+    """The step ``sum x_i (g_i - v)`` as a change of ``c``.
+
+    With ``t_i = x_i |g_i - v|``, and ``F`` the cosines of the rows as seen from ``v``, Newton's system reads
+    ``A t_i - a_i (F t)_i = a_i |g_i - v|`` for a clipped row, and ``A x_i = a_i`` for any other.
+    """
+    products = _products_about(problem, point)
+    floor = np.maximum(point.distances, TINY)
+    cosines = np.clip(products / floor[:, :, None] / floor[:, None, :], -1, 1)
+    clipped = point.distances > problem.tau
+    # A hair of damping: where all rows lie on a line and are clipped, the loss is piecewise linear, the Hessian zero.
+    hessian = (1 + 1e-12) * point.total[:, None, None] * np.eye(cosines.shape[1])
+    hessian = hessian - np.where(clipped, point.pulls, 0)[:, :, None] * cosines
+    t = _solve_each(hessian, point.pulls * point.distances)
+    x = np.where(clipped, t / floor, point.weights)
+    step: Array = x * problem.sizes - x.sum(axis=1, keepdims=True) * point.c
+    return step
+
+
+def _products_about(problem: Problem, point: Point) -> Array:
+    """``<g_i - v, g_j - v>``, grouped so that one huge row spoils no other's digits."""
+    sizes, along = problem.sizes, point.along
+    with_base = sizes[:, :, None] * (sizes[:, None, :] * problem.cosines - along[:, :, None])
+    products: Array = with_base - (sizes * along)[:, None, :] + point.square[:, None, None]
+    return products
+
+
+def _solve_each(systems: Array, sides: Array) -> Array:
+    """Solutions of the linear systems; zero for a singular one."""
+    try:
+        solutions: Array = np.linalg.solve(systems, sides[:, :, None])[:, :, 0].astype(np.float64, copy=False)
+        return solutions
+    except np.linalg.LinAlgError:
+        if len(systems) == 1:
+            return np.zeros_like(sides)
+        each = zip(systems, sides, strict=True)
+        return np.concatenate([_solve_each(system[None], side[None]) for system, side in each])
+
+
+def _best_length(problem: Problem, point: Point, step: Array, b: int) -> float:
+    """Where along ``step`` the loss of stack ``b`` is least: a bisection on its slope, which only ever rises."""
+    products = problem.cosines[b] @ step
+    size = math.sqrt(max(float(step @ products), 0))
+    if not 0 < size < math.inf:
+        return 0.0
+    along = (problem.sizes[b] * products - float(point.c[b] @ products)) / size  # of g_i - v, in the step's direction
+    across = np.maximum(point.distances[b] ** 2 - along**2, 0)
+
+    def slope(length: float) -> float:
+        ahead = along - length * size
+        return -float((problem.pulls(np.sqrt(ahead**2 + across), problem.prior[b]) * ahead).sum())
+
+    low, high = 0.0, 1.0
+    while slope(high) < 0 and high * size < HUGE:
+        low, high = high, 2 * high
+    for _ in range(_BISECTIONS):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+    return high
+
+
+def _middle_of_segment(problem: Problem, point: Point, aim: Array) -> Array | None:
+    """Weights of the middle of the minimisers, for stacks where those form a segment; nan for others, None if all are.
+
+    That is so where every row is clipped and all lie on one line through ``v``, as many ahead as behind. Any point
+    between the nearest two, no closer than ``tau`` to either, is then in balance.
+    """
+    counts = problem.prior > 0
+    clipped = ((point.distances > (1 - 1e-6) * problem.tau) | ~counts).all(axis=1)  # v stops at the segment's end
+    if not clipped.any():
+        return None
+    stack, distances = np.arange(len(counts)), np.where(counts, point.distances, np.inf)
+    nearest = distances.argmin(axis=1)
+    products = _products_about(problem, point)[stack, nearest]
+    limit = point.distances[stack, nearest, None] * point.distances
+    line = (~counts | (np.abs(products) >= (1 - 1e-9) * limit)).all(axis=1)
+    behind = np.where(products < 0, distances, np.inf).min(axis=1)
+    found = clipped & line & np.isfinite(behind)
+    if not found.any():
+        return None
+    share = np.where(found, 0.5 - 0.5 * np.where(found, behind, 0) / distances[stack, nearest], 0)
+    c = point.c * (1 - share[:, None])
+    c[stack, nearest] += share * problem.sizes[stack, nearest]
+    weights = problem.at(c).weights
+    found &= problem.at(weights * problem.sizes).residual <= aim
+    return np.where(found[:, None], weights, np.nan) if found.any() else None
