@@ -970,3 +970,11 @@ def test_the_memory_beyond_the_input_is_less_than_one_row_and_a_half(kind: str, 
     assert probe.returncode == 0, probe.stderr
     rows = float(probe.stdout)
     assert 0.9 < rows < 1.5
+
+
+def test_a_smaller_residual_on_the_far_side_of_the_attackers_is_no_way_out() -> None:
+    """Between the honest rows and the attackers the pulls leave 0.2; among the honest rows, before balance, 0.6."""
+    rows = torch.tensor([[9.0908e27], [2.7418e27], [1.2621], [1.7715], [2.8732]])
+    result = centered_clip(rows, 0.00197)
+    assert_balanced(rows, 0.00197, result)
+    assert 1.2 < float(result.aggregate) < 2.9

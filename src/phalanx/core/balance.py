@@ -40,6 +40,7 @@ _FIRST_ROUNDS = 3
 _QUICK = 0.2  # after those, re-weighting goes on while each round shrinks the residual at least this much
 _NEWTON_ROUNDS = 100
 _PATIENCE = 15  # Newton rounds without a smaller residual, before we conclude that rounding forbids it
+_SMALL = 1e-3  # a slope or residual that a step has shrunk so far needs no better length
 _BISECTIONS = 60
 TINY, HUGE = 1e-300, 1e300  # nothing is divided by less, no radius is larger
 
@@ -141,8 +142,10 @@ def solve_balance(matrices: Array, base: Rows, start: Array, tau: float, prior: 
 
 
 def _newton(problem: Problem, point: Point, aim: Array) -> tuple[Point, int]:
-    """Newton's method on the stacks that have not converged. A step that does not halve the residual is cut where the
-    loss stops falling; the best point counts."""
+    """Newton's method on the stacks that have not converged, each step cut or stretched to where the loss is least.
+
+    A smaller residual alone is no reason to go on: far out on the attackers' side it can be smaller than here.
+    """
     best, idle = point, np.zeros(len(aim))
     for rounds in range(_NEWTON_ROUNDS):
         going = (best.residual > aim) & (idle < _PATIENCE)
@@ -150,7 +153,7 @@ def _newton(problem: Problem, point: Point, aim: Array) -> tuple[Point, int]:
             return best, rounds
         step = np.where(going[:, None], _newton_step(problem, point), 0)
         new = problem.at(point.c + step)
-        poor = np.flatnonzero(going & ~(new.residual <= 0.5 * point.residual))
+        poor = np.flatnonzero(going & ~(new.residual <= _SMALL * point.residual))
         for b in poor:
             step[b] *= _best_length(problem, point, step[b], int(b))
         point = problem.at(point.c + step) if len(poor) else new
@@ -212,12 +215,18 @@ def _best_length(problem: Problem, point: Point, step: Array, b: int) -> float:
         ahead = along - length * size
         return -float((problem.pulls(np.sqrt(ahead**2 + across), problem.prior[b]) * ahead).sum())
 
+    enough = _SMALL * abs(slope(0.0))
     low, high = 0.0, 1.0
-    while slope(high) < 0 and high * size < HUGE:
+    while (end := slope(high)) < -enough and high * size < HUGE:
         low, high = high, 2 * high
+    if end <= enough:
+        return high
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+        here = slope(middle)
+        if abs(here) <= enough:
+            return middle
+        low, high = (middle, high) if here < 0 else (low, middle)
     return high
 
 

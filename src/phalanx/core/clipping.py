@@ -1,11 +1,11 @@
 """CenteredClip: the mean that no minority can move far (PROTOCOL section 6). The mathematics is in ``balance.py``.
 
 This file checks the arguments and vouches for the result. Rounding in the Gram matrix is the only thing that can spoil
-a distance, and it is known: if an entry is off by at most ``error * |g_i| |g_j|``, then ``|g_i - v|^2`` is off by at most
-``error * (sum_j |e_i - w|_j |g_j|)^2``, where ``w`` are the weights of the rows in ``v``. When that, carried through to
-the residual, could use up half of what we promise, the Gram matrix is formed again in float64 around the row nearest
-to ``v``, which removes the cancellation. That is how the result stays exact when attackers are a thousand times larger
-than everyone else, or ``tau`` a millionth of the spread.
+a distance, and it is known: if an entry is off by at most ``error * |g_i| |g_j|``, then ``|g_i - v|^2`` is off by at
+most ``error * (sum_j |e_i - w|_j |g_j|)^2``, where ``w`` are the weights of the rows in ``v``. When that, carried
+through to the residual, could use up half of what we promise, the Gram matrix is formed again in float64 around the row
+nearest to ``v``, which removes the cancellation. That is how the result stays exact when attackers are a thousand times
+larger than everyone else, or ``tau`` a millionth of the spread.
 """
 
 from __future__ import annotations
