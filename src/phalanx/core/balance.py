@@ -242,7 +242,9 @@ def _middle_of_segment(problem: Problem, point: Point, aim: Array) -> Array | No
         return None
     stack, distances = np.arange(len(counts)), np.where(counts, point.distances, np.inf)
     nearest = distances.argmin(axis=1)
-    products = _products_about(problem, point)[stack, nearest]
+    size, along = problem.sizes[stack, nearest, None], point.along[stack, nearest, None]
+    products = size * (problem.sizes * problem.cosines[stack, nearest] - along)  # as in _products_about
+    products = products - problem.sizes * point.along + point.square[:, None]
     limit = point.distances[stack, nearest, None] * point.distances
     line = (~counts | (np.abs(products) >= (1 - 1e-9) * limit)).all(axis=1)
     behind = np.where(products < 0, distances, np.inf).min(axis=1)
