@@ -27,13 +27,14 @@ _WIDE_COLUMNS = 8192
 # Products of float32 numbers are exact in float64; this bounds the error of summing them, for up to 10^8 columns.
 _WIDE_ERROR = 4e-12
 
-# Narrow arithmetic: from how many numbers on it pays, how many columns one float32 product sums, how many numbers
-# go into one call, the error assumed beyond what is measured, and how many blocks of a call are formed both ways.
+# Narrow arithmetic: from how many numbers and blocks on it pays, how many columns one float32 product sums, how many
+# numbers go into one call, the error assumed beyond what is measured, and how many blocks of a call are sampled.
 _NARROW_FROM = 1 << 21
+_NARROW_BLOCKS = 8
 _NARROW_COLUMNS = 2048
 _NARROW_CALL = 1 << 24
 _NARROW_ERROR = 2e-8
-_NARROW_SAMPLES = 3
+_NARROW_SAMPLES = 2
 # A row with a smaller square than this may have lost numbers to underflow in float32.
 _NARROW_LEAST_SQUARE = 1e-20
 
@@ -58,7 +59,8 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
 
         matrices = compute_gram_cuda(stacks, centre).cpu().numpy()
         return make_wide(matrices)
-    if centre is None and stacks.dtype == torch.float32 and stacks[0].numel() >= _NARROW_FROM:
+    long = stacks[0].numel() >= _NARROW_FROM and stacks.shape[2] >= _NARROW_BLOCKS * _NARROW_COLUMNS
+    if centre is None and stacks.dtype == torch.float32 and long:
         narrow, errors = zip(*(_narrow_gram(rows) for rows in stacks), strict=True)
         matrices = np.stack(narrow)
         if np.isfinite(matrices).all() and matrices.diagonal(axis1=1, axis2=2).min() > _NARROW_LEAST_SQUARE:
@@ -81,20 +83,22 @@ def combine(stacks: Tensor, weights: Tensor, *, wide: bool) -> Tensor:
         return combine_cuda(stacks, weights)
     out = torch.empty((stacks.shape[0], stacks.shape[2]), dtype=stacks.dtype)
     for rows, factors, result in zip(stacks, weights, out, strict=True):
-        done = 0
-        if not wide and rows.dtype == torch.float32:
-            for columns, blocks in _narrow_blocks(rows):
-                sums = result[columns].view(len(blocks), 1, _NARROW_COLUMNS)
-                torch.bmm(factors.to(torch.float32).expand(len(blocks), 1, -1), blocks, out=sums)
-                done = columns.stop
-        for columns in _column_blocks(rows, done, _CONVERTED // len(rows)):
-            result[columns] = factors @ _converted(rows, columns)
+        if wide or rows.dtype != torch.float32:
+            for columns in _column_blocks(rows, _CONVERTED // len(rows)):
+                result[columns] = factors @ _converted(rows, columns)
+            continue
+        narrow_factors, done = factors.to(torch.float32), 0
+        for columns, blocks in _narrow_blocks(rows):
+            sums = result[columns].view(len(blocks), 1, _NARROW_COLUMNS)
+            torch.bmm(narrow_factors.expand(len(blocks), 1, -1), blocks, out=sums)
+            done = columns.stop
+        result[done:] = narrow_factors @ rows[:, done:]
     return out
 
 
-def _wide_gram(rows: Tensor, centre: int | None = None, start: int = 0) -> Tensor:
+def _wide_gram(rows: Tensor, centre: int | None = None) -> Tensor:
     total = torch.zeros((len(rows), len(rows)), dtype=torch.float64)
-    for columns in _column_blocks(rows, start, min(_CONVERTED // len(rows), _WIDE_COLUMNS)):
+    for columns in _column_blocks(rows, min(_CONVERTED // len(rows), _WIDE_COLUMNS)):
         block = _converted(rows, columns)
         if centre is not None:
             block = block - block[centre]
@@ -112,8 +116,8 @@ def _narrow_gram(rows: Tensor) -> tuple[Array, Array]:
         total += products.sum(0, dtype=torch.float64)
         errors += _measured_errors(blocks, products)
         done = columns.stop
-    if done < rows.shape[1]:
-        total += _wide_gram(rows, start=done)
+    rest = rows[:, done:]
+    total += rest @ rest.T
     return total.numpy(), errors.numpy()
 
 
@@ -137,7 +141,7 @@ def _narrow_blocks(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """All whole blocks of columns, as views ``(count, n, _NARROW_COLUMNS)``."""
     width = max(_NARROW_CALL // (len(rows) * _NARROW_COLUMNS), 1) * _NARROW_COLUMNS
     whole = rows.shape[1] // _NARROW_COLUMNS * _NARROW_COLUMNS
-    for columns in _column_blocks(rows[:, :whole], 0, width):
+    for columns in _column_blocks(rows[:, :whole], width):
         yield columns, rows[:, columns].view(len(rows), -1, _NARROW_COLUMNS).transpose(0, 1)
 
 
@@ -146,6 +150,6 @@ def _converted(rows: Tensor, columns: slice) -> Tensor:
     return rows[:, columns].to(torch.float64, memory_format=torch.contiguous_format, copy=True)
 
 
-def _column_blocks(rows: Tensor, start: int, width: int) -> Iterator[slice]:
+def _column_blocks(rows: Tensor, width: int) -> Iterator[slice]:
     length, width = rows.shape[1], max(width, 1)
-    return (slice(at, min(at + width, length)) for at in range(start, length, width))
+    return (slice(at, min(at + width, length)) for at in range(0, length, width))
