@@ -1,4 +1,4 @@
-"""CenteredClip: what the issue promises of it, each promise checked by arithmetic that shares nothing with the code."""
+"""CenteredClip: what is promised of it, each promise checked by arithmetic that shares nothing with the code."""
 
 from __future__ import annotations
 

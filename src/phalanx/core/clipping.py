@@ -1,4 +1,4 @@
-"""CenteredClip: the mean that no minority can move far (PROTOCOL section 6). The mathematics is in ``balance.py``.
+"""CenteredClip: the mean that no minority can move far (docs/PROTOCOL.md, section 6). The mathematics is in ``balance.py``.
 
 This file checks the arguments and vouches for the result. Rounding in the Gram matrix is the only thing that can spoil
 a distance, and it is known: if an entry is off by at most ``error * |g_i| |g_j|``, then ``|g_i - v|^2`` is off by at
