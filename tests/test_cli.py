@@ -42,7 +42,10 @@ def test_keygen_refuses_to_overwrite_and_leaves_the_file_as_it_was(tmp_path: Pat
     assert (tmp_path / "key").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("arguments", [("keygen",), ("keygen", "/no/such/folder/key"), ("nonsense",), ("demo", "--no")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("keygen",), ("keygen", "/no/such/folder/key"), ("keygen", "/"), ("keygen", ""), ("nonsense",), ("demo", "--no")],
+)
 def test_bad_input_exits_with_2_and_says_nothing_on_stdout(arguments: tuple[str, ...]) -> None:
     result = phalanx(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
@@ -57,3 +60,11 @@ def test_demo_shows_that_clipping_holds_where_the_mean_fails() -> None:
     assert values["mean_error"] is None, "the mean should have overflowed: null, never NaN"
     assert values["clipped_error"] < 0.02 * 13.7, "within 2% of the starting distance"
     assert values["attacker_weight"] < 0.001
+
+
+def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [Path(sys.executable).parent / "phalanx", "keygen", str(tmp_path / "key")]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1

@@ -29,11 +29,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the
 
 
 def main() -> None:
-    """Run the command line; an error of the user's is one line on stderr and exit code 2."""
+    """Run the command line; what the user or the machine got wrong is one line on stderr and exit code 2."""
     try:
         app()
     except LocalError as error:
         print(f"phalanx: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"phalanx: cannot print: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -978,3 +978,42 @@ def test_a_smaller_residual_on_the_far_side_of_the_attackers_is_no_way_out() -> 
     result = centered_clip(rows, 0.00197)
     assert_balanced(rows, 0.00197, result)
     assert 1.2 < float(result.aggregate) < 2.9
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_attackers_of_two_sizes_cannot_hide_the_honest_rows_from_each_other(seed: int, device: str) -> None:
+    """Beside a row of 1e36, one of 1e18 is as close to everybody as an honest one, to all digits of a float64."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, direction = torch.randn(7, 8, generator=generator), torch.randn(8, generator=generator)
+    rows[0], rows[1], rows[2] = -1e18 * direction, 1e36 * direction, -1e18 * direction
+    result = centered_clip(rows.to(device), 1.0)
+    assert_balanced(rows, 1.0, result)
+    assert float((result.aggregate.cpu() - rows[3:].mean(0)).norm()) < 10
+
+
+@pytest.mark.parametrize("tau", [1e-30, 1e-160, 1e-300, 5e-324])
+def test_a_radius_of_next_to_nothing_gives_the_geometric_median(tau: float) -> None:
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    expected = centered_clip(rows, 1e-9).aggregate
+    torch.testing.assert_close(centered_clip(rows, tau).aggregate, expected)
+
+
+@pytest.mark.parametrize("weights", [[0.1, 0.2, 0.3], (0.1, 0.2, 0.3), np.array([0.3, 0.2, 0.1])[::-1]])
+def test_weights_keep_all_their_digits_however_they_are_given(weights: Any) -> None:
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    exact = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    assert_identical(centered_clip(rows, 0.5, weights), centered_clip(rows, 0.5, exact))
+
+
+@pytest.mark.parametrize(
+    "tau", [np.float32(0.5), torch.tensor(0.5), torch.tensor(0.5, requires_grad=True), np.array(0.5)]
+)
+def test_a_radius_may_be_any_real_scalar(tau: Any) -> None:
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    assert_identical(centered_clip(rows, tau), centered_clip(rows, 0.5))
+
+
+@pytest.mark.parametrize("tau", [np.complex128(1 + 1j), torch.tensor(1j), 1j])
+def test_a_complex_radius_is_refused(tau: Any) -> None:
+    with pytest.raises(TypeError, match=r"^tau: "):
+        centered_clip(torch.ones(2, 2), tau)

@@ -249,3 +249,13 @@ PLACES = {
 def test_a_place_that_does_not_exist_is_not_signed(place: tuple[bytes, int, int]) -> None:
     with pytest.raises((ValueError, Malformed)):
         seal(ALICE, *place, Phase.SEAL, PREVIOUS, m.Seal())
+
+
+def test_a_step_beyond_any_integer_is_no_crash() -> None:
+    with pytest.raises(ValueError, match="body"):
+        seal(ALICE, RUN, 1 << 70, 0, Phase.SEAL, PREVIOUS, m.Seal())
+
+
+def test_what_is_no_body_is_not_sealed() -> None:
+    with pytest.raises(ValueError, match="body"):
+        seal(ALICE, RUN, 1, 0, Phase.SEAL, PREVIOUS, m.PullManifest())

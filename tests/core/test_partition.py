@@ -42,3 +42,14 @@ def test_no_part_is_more_than_a_block_larger_than_another() -> None:
     sizes = compute_part_sizes(11_170_000, 16)
     assert sum(sizes) == 11_170_000
     assert max(sizes) - min(sizes) <= BLOCK
+
+
+def test_parts_of_a_strided_vector_are_contiguous_too() -> None:
+    parts = split_parts(torch.arange(20.0)[::2], 3)
+    assert all(part.is_contiguous() for part in parts)
+    assert torch.equal(join_parts(parts), torch.arange(20.0)[::2])
+
+
+def test_a_matrix_is_no_vector() -> None:
+    with pytest.raises(ValueError, match="vector"):
+        split_parts(torch.ones(4, 4), 2)

@@ -42,13 +42,22 @@ _NEWTON_ROUNDS = 100
 _PATIENCE = 15  # Newton rounds without a smaller residual, before we conclude that rounding forbids it
 _SMALL = 1e-3  # a slope or residual that a step has shrunk so far needs no better length
 _BISECTIONS = 60
-TINY, HUGE = 1e-300, 1e300  # nothing is divided by less, no radius is larger
+TINY = 1e-300  # nothing is divided by less
+# A smaller radius is taken for the least, which no two float32 rows that differ are within; a larger one is the mean.
+LEAST_RADIUS, LARGEST_RADIUS = 1e-60, 1e300
 
 
 def find_medoids(matrices: Array, tau: float, prior: Array) -> Rows:
     """For each stack the row with the smallest loss: an inlying start, within ``tau`` of the answer if any row is."""
     squares = matrices.diagonal(axis1=1, axis2=2)
     distances = np.sqrt(np.maximum(squares[:, :, None] + squares[:, None, :] - 2 * matrices, 0))
+    # Very far rows count alike. Otherwise one of 1e36 would make all other losses equal, to the last digit, and an
+    # attacker of 1e18 as good a start as any. Far is measured by the better half of the weight about a row.
+    order = distances.argsort(axis=1)
+    weight = np.take_along_axis(np.broadcast_to(prior[:, :, None], distances.shape), order, axis=1).cumsum(axis=1)
+    half = (weight >= 0.5 * weight[:, -1:]).argmax(axis=1)[:, None]
+    central = np.take_along_axis(np.take_along_axis(distances, order, axis=1), half, axis=1).min(axis=(1, 2))
+    distances = np.minimum(distances, (1e12 * central + tau)[:, None, None])
     inside = np.minimum(distances, tau)
     loss = np.matmul(prior[:, None, :], inside * (distances - 0.5 * inside))
     best: Rows = loss[:, 0].argmin(axis=1)
@@ -116,11 +125,9 @@ def solve_balance(matrices: Array, base: Rows, start: Array, tau: float, prior: 
     """
     problem = Problem(matrices, base, tau, prior)
     aim = AIM * tau * prior.sum(axis=1)
-    weights, rounds = start, 0
-    if not start.any():
-        for _ in range(_FIRST_ROUNDS):
-            weights = problem.reweight(weights)
-        rounds = _FIRST_ROUNDS
+    weights, rounds, cold = start, 0, np.abs(start).max(axis=1, keepdims=True) == 0
+    while cold.any() and rounds < _FIRST_ROUNDS:
+        weights, rounds = np.where(cold, problem.reweight(weights), weights), rounds + 1
     point = problem.at(weights * problem.sizes)
     quick = point.residual > aim
     while quick.any():
@@ -166,18 +173,17 @@ def _newton(problem: Problem, point: Point, aim: Array) -> tuple[Point, int]:
 def _newton_step(problem: Problem, point: Point) -> Array:
     """The step ``sum x_i (g_i - v)`` as a change of ``c``.
 
-    With ``t_i = x_i |g_i - v|``, and ``F`` the cosines of the rows as seen from ``v``, Newton's system reads
-    ``A t_i - a_i (F t)_i = a_i |g_i - v|`` for a clipped row, and ``A x_i = a_i`` for any other.
+    With ``f_i = max(|g_i - v|, tau)``, ``t_i = x_i f_i`` and ``F_ij = <g_i - v, g_j - v> / (f_i f_j)``, Newton's system
+    reads ``A t_i - a_i (F t)_i = a_i f_i`` for a clipped row, and ``A t_i = a_i f_i`` for any other.
     """
     products = _products_about(problem, point)
-    floor = np.maximum(point.distances, TINY)
-    cosines = np.clip(products / floor[:, :, None] / floor[:, None, :], -1, 1)
+    scale = np.maximum(point.distances, problem.tau)
+    cosines = np.clip(products / scale[:, :, None] / scale[:, None, :], -1, 1)
     clipped = point.distances > problem.tau
     # A hair of damping: where all rows lie on a line and are clipped, the loss is piecewise linear, the Hessian zero.
     hessian = (1 + 1e-12) * point.total[:, None, None] * np.eye(cosines.shape[1])
     hessian = hessian - np.where(clipped, point.pulls, 0)[:, :, None] * cosines
-    t = _solve_each(hessian, point.pulls * point.distances)
-    x = np.where(clipped, t / floor, point.weights)
+    x = _solve_each(hessian, point.pulls * scale) / scale
     step: Array = x * problem.sizes - x.sum(axis=1, keepdims=True) * point.c
     return step
 
@@ -217,7 +223,7 @@ def _best_length(problem: Problem, point: Point, step: Array, b: int) -> float:
 
     enough = _SMALL * abs(slope(0.0))
     low, high = 0.0, 1.0
-    while (end := slope(high)) < -enough and high * size < HUGE:
+    while (end := slope(high)) < -enough and high * size < LARGEST_RADIUS:
         low, high = high, 2 * high
     if end <= enough:
         return high

@@ -1,6 +1,7 @@
-"""CenteredClip: the mean that no minority can move far (docs/PROTOCOL.md, section 6). The mathematics is in ``balance.py``.
+"""CenteredClip: the mean that no minority can move far (docs/PROTOCOL.md, section 6).
 
-This file checks the arguments and vouches for the result. Rounding in the Gram matrix is the only thing that can spoil
+The mathematics is in ``balance.py``.
+ This file checks the arguments and vouches for the result. Rounding in the Gram matrix is the only thing that can spoil
 a distance, and it is known: if an entry is off by at most ``error * |g_i| |g_j|``, then ``|g_i - v|^2`` is off by at
 most ``error * (sum_j |e_i - w|_j |g_j|)^2``, where ``w`` are the weights of the rows in ``v``. When that, carried
 through to the residual, could use up half of what we promise, the Gram matrix is formed again in float64 around the row
@@ -18,7 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.core.balance import AIM, HUGE, TINY, Array, Point, find_medoids, solve_balance
+from phalanx.core.balance import (
+    AIM,
+    LARGEST_RADIUS,
+    LEAST_RADIUS,
+    TINY,
+    Array,
+    Point,
+    Rows,
+    find_medoids,
+    solve_balance,
+)
 from phalanx.core.gram import MOST_ROWS_TO_GUESS, Gram, combine, compute_gram, make_wide
 
 if TYPE_CHECKING:
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
 PROMISE = 1e-6
 _ROUNDING_SHARE = 0.5
 _RECENTRINGS = 4
+_MOVING_ERROR = 4e-15
 _TOGETHER = 4096  # stacks that a GPU takes at once
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -42,7 +54,7 @@ class Clipped:
     weights: Tensor
     """float64, summing to one: ``v = weights @ parts`` before rounding. A row far away has next to none."""
     distances: Tensor
-    """float64: ``|g_i - v|``."""
+    """float64: ``|g_i - v|``, as exact as the balance needs; for a row well inside ``tau`` it may be off."""
     residual: Tensor
     """float64: a bound on ``|sum_i p_i clip(g_i - v)|`` for the unrounded ``v``, rounding of the solver included."""
     iterations: int
@@ -100,14 +112,15 @@ def _checked(parts: Tensor, tau: float, weights: Tensor | None) -> tuple[Tensor,
 
 def _checked_radius(tau: float) -> float:
     try:
-        radius = float(tau + 0)  # a string has no sum
+        number = tau.item() if isinstance(tau, Tensor | np.ndarray | np.generic) else tau
+        radius = float(number + 0)  # a string has no sum
     except OverflowError:
         radius = math.inf
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"tau: expected one number, got {tau!r}") from None
     if not radius > 0:
         raise ValueError(f"tau: expected a positive number, got {radius}")
-    return min(radius, HUGE)
+    return min(max(radius, LEAST_RADIUS), LARGEST_RADIUS)
 
 
 def _checked_prior(parts: Tensor, weights: Tensor | None) -> Array:
@@ -115,12 +128,12 @@ def _checked_prior(parts: Tensor, weights: Tensor | None) -> Array:
     if weights is None:
         return np.ones((stacks, n))
     try:
-        prior = torch.as_tensor(weights).detach().cpu()
-        if prior.is_complex():
+        values = weights.detach().cpu().double().numpy() if isinstance(weights, Tensor) else np.asarray(weights)
+        if np.iscomplexobj(values) or (isinstance(weights, Tensor) and weights.is_complex()):
             raise TypeError
-        given = prior.to(torch.float64).numpy()
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError("weights: expected a tensor of real numbers, one for each row") from None
+        given = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError("weights: expected real numbers, one for each row") from None
     if given.shape not in ((n,), tuple(parts.shape[:-1])):
         raise ValueError(f"weights: expected shape {tuple(parts.shape[:-1])} to match parts, got {given.shape}")
     if not np.isfinite(given).all() or (given < 0).any():
@@ -140,16 +153,17 @@ def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
         from phalanx.core.gram_cuda import guess_cuda
 
         guess = guess_cuda(stacks, tau, 0.5 * AIM * tau, prior)
-        gram, base, start = make_wide(guess.matrices), guess.bases, guess.weights
-        _refuse_non_finite(gram)
+        gram = make_wide(guess.matrices)
     else:
         gram = compute_gram(stacks)
-        _refuse_non_finite(gram)
-        base, start = find_medoids(gram.matrices, tau, prior), np.zeros_like(prior)
+    _refuse_non_finite(gram)
+    base, start = find_medoids(gram.matrices, tau, prior), np.zeros_like(prior)
+    if guess is not None:
+        start[base == guess.bases] = guess.weights[base == guess.bases]
     weights, point, rounds = solve_balance(gram.matrices, base, start, tau, prior)
     weights = weights.copy()
     distances = point.distances
-    doubt = _rounding_bound(gram, weights, point, tau, prior)
+    doubt = _rounding_bound(gram, base, weights, point, tau, prior)
     bound = point.residual + doubt
     wide = gram.wide
     for b in np.flatnonzero(doubt > _ROUNDING_SHARE * PROMISE * tau * prior.sum(axis=1)):
@@ -158,7 +172,7 @@ def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
             nearest = distances[one].argmin(axis=1)
             gram = compute_gram(stacks[one], nearest)
             weights[one], point, used = solve_balance(gram.matrices, nearest, weights[one], tau, prior[one])
-            doubt = _rounding_bound(gram, weights[one], point, tau, prior[one])
+            doubt = _rounding_bound(gram, nearest, weights[one], point, tau, prior[one])
             distances[one], bound[one], rounds = point.distances, point.residual + doubt, rounds + used
             if (doubt <= _ROUNDING_SHARE * PROMISE * tau * prior[one].sum(axis=1)).all():
                 break
@@ -177,13 +191,15 @@ def _refuse_non_finite(gram: Gram) -> None:
         raise ValueError(f"parts: row {row} holds values that are not finite, or too large for their squares to be")
 
 
-def _rounding_bound(gram: Gram, weights: Array, point: Point, tau: float, prior: Array) -> Array:
-    """How far rounding of the Gram matrices may move the residual (see the module's docstring)."""
+def _rounding_bound(gram: Gram, base: Rows, weights: Array, point: Point, tau: float, prior: Array) -> Array:
+    """How far rounding of the Gram matrices, and of moving them to the base row, may move the residual."""
     offsets = np.eye(weights.shape[1]) - weights[:, None, :]  # g_i - v, as a combination of rows
     sizes = np.sqrt(gram.matrices.diagonal(axis1=1, axis2=2))
     reach = np.abs(offsets * sizes[:, None, :]).sum(axis=2)
     squares = point.distances**2
     slack = gram.relative_error * reach**2  # on |g_i - v|^2
+    moved = np.take_along_axis(sizes, base[:, None], axis=1)
+    slack += np.where(moved > 0, _MOVING_ERROR * (reach + moved * np.abs(offsets).sum(axis=2)) ** 2, 0)
     if not gram.wide:
         measured = np.matmul(offsets[:, None], gram.measured_error) * offsets[:, None]
         slack += np.abs(measured.sum(axis=3)).max(axis=1)

@@ -78,7 +78,10 @@ def compute_commitment(run: bytes, step: int, attempt: int, owner: bytes, share:
 
 
 def is_usable_key(key: bytes) -> bool:
-    """Whether ``key`` can identify somebody: the right length, and not of small order."""
+    """Whether ``key`` may stand for somebody: the right length, and not of small order.
+
+    Whether it is a point of the curve at all shows when a signature is checked: none fits one that is not.
+    """
     return len(key) == KEY_SIZE and key[:-1] + bytes([key[-1] & 0x7F]) not in _SMALL_ORDER
 
 
@@ -138,6 +141,8 @@ class Identity:
 
     def save(self, path: Path) -> None:
         """Write the key to a new file that only its owner may read, in the form that libp2p reads."""
+        if path.is_dir():
+            raise LocalError(f"{path} is a directory; name a file in it")
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:

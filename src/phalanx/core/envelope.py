@@ -20,12 +20,15 @@ def seal(identity: Identity, run: bytes, step: int, attempt: int, phase: Phase, 
 
     What a peer would refuse raises ``ValueError`` instead: signed, it would be proof against us (E4).
     """
+    if type(body) not in DOMAIN_OF_BODY:
+        raise ValueError(f"body: a {type(body).__name__} is none")
     domain = DOMAIN_OF_BODY[type(body)]
     unsigned = Signed(domain, run, step, attempt, phase, identity.key, previous, encode(body), bytes(SIGNATURE_SIZE))
     try:
-        decode_message(encode(unsigned))
+        if decode_message(encode(unsigned)) != unsigned:
+            raise Malformed("changed by its encoding")
         open_body(unsigned)
-    except Malformed as error:
+    except (Malformed, OverflowError) as error:
         raise ValueError(f"body: {error}") from None
     return msgspec.structs.replace(unsigned, signature=identity.sign(domain, _content(unsigned)))
 

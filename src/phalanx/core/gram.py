@@ -81,7 +81,7 @@ def combine(stacks: Tensor, weights: Tensor, *, wide: bool) -> Tensor:
         from phalanx.core.gram_cuda import combine_cuda
 
         return combine_cuda(stacks, weights)
-    out = torch.empty((stacks.shape[0], stacks.shape[2]), dtype=stacks.dtype)
+    out = torch.empty((stacks.shape[0], stacks.shape[2]), dtype=stacks.dtype, device=stacks.device)
     for rows, factors, result in zip(stacks, weights, out, strict=True):
         if wide or rows.dtype != torch.float32:
             for columns in _column_blocks(rows, _CONVERTED // len(rows)):
@@ -97,7 +97,7 @@ def combine(stacks: Tensor, weights: Tensor, *, wide: bool) -> Tensor:
 
 
 def _wide_gram(rows: Tensor, centre: int | None = None) -> Tensor:
-    total = torch.zeros((len(rows), len(rows)), dtype=torch.float64)
+    total = torch.zeros((len(rows), len(rows)), dtype=torch.float64, device=rows.device)
     for columns in _column_blocks(rows, min(_CONVERTED // len(rows), _WIDE_COLUMNS)):
         block = _converted(rows, columns)
         if centre is not None:
@@ -108,8 +108,8 @@ def _wide_gram(rows: Tensor, centre: int | None = None) -> Tensor:
 
 def _narrow_gram(rows: Tensor) -> tuple[Array, Array]:
     """The Gram matrix from float32 blocks, and two estimates of its error."""
-    total = torch.zeros((len(rows), len(rows)), dtype=torch.float64)
-    errors = torch.zeros((2, *total.shape), dtype=torch.float64)
+    total = torch.zeros((len(rows), len(rows)), dtype=torch.float64, device=rows.device)
+    errors = torch.zeros((2, *total.shape), dtype=torch.float64, device=rows.device)
     done = 0
     for columns, blocks in _narrow_blocks(rows):
         products = torch.bmm(blocks, blocks.transpose(1, 2))

@@ -87,7 +87,7 @@ def _combine_kernel(rows, weights, out, n, d, stack_stride, row_stride, BLOCK: t
 
 @triton.jit
 def _guess_kernel(gram, prior, limits, weights, bases, n, ROUNDS: tl.constexpr, TILE: tl.constexpr):
-    # clipping.py's medoid and re-weighting, one stack a program; the names are the same.
+    # As in balance.py, one stack a program, but for its care for the largest rows: the host looks at the base again.
     stack = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     same = i[:, None] == i[None, :]

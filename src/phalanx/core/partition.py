@@ -25,6 +25,9 @@ def compute_part_sizes(size: int, count: int) -> list[int]:
 
 def split_parts(vector: Tensor, count: int) -> list[Tensor]:
     """The parts of ``vector``, each contiguous."""
+    if vector.ndim != 1:
+        raise ValueError(f"vector: expected one dimension, got shape {tuple(vector.shape)}")
+    vector = vector.contiguous()
     block = _block(len(vector), count)
     whole = len(vector) // block
     blocks, rest = vector[: whole * block].view(whole, block), vector[whole * block :]
