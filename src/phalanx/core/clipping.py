@@ -75,7 +75,7 @@ def centered_clip(parts: Tensor, tau: float, weights: Tensor | None = None) -> C
         # A GPU wants all stacks at once. Either way each is solved as if it were alone, to the last bit.
         together = _TOGETHER if parts.is_cuda else 1
         groups = [slice(start, start + together) for start in range(0, len(stacks), together)]
-        results = [_clip_stacks(stacks[group], tau, prior[group]) for group in groups]
+        results = [_clip_stacks(stacks[group], tau, prior[group], group.start) for group in groups]
     result = results[0] if len(results) == 1 else _concatenate(results)
     if parts.ndim == 3:
         return result
@@ -144,8 +144,11 @@ def _checked_prior(parts: Tensor, weights: Tensor | None) -> Array:
     return np.array(full)
 
 
-def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
-    """Solve; where rounding in the Gram matrix could break the promise, form it anew around the nearest row."""
+def _clip_stacks(stacks: Tensor, tau: float, prior: Array, first: int) -> Clipped:
+    """Solve; where rounding in the Gram matrix could break the promise, form it anew around the nearest row.
+
+    ``first`` is the number of the first of these stacks in the batch, for complaints.
+    """
     scale = prior.max(axis=1)
     prior = prior / scale[:, None]
     guess: Guess | None = None
@@ -156,7 +159,7 @@ def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
         gram = make_wide(guess.matrices)
     else:
         gram = compute_gram(stacks)
-    _refuse_non_finite(gram)
+    _refuse_non_finite(gram, first)
     base, start = find_medoids(gram.matrices, tau, prior), np.zeros_like(prior)
     if guess is not None:
         start[base == guess.bases] = guess.weights[base == guess.bases]
@@ -184,11 +187,12 @@ def _clip_stacks(stacks: Tensor, tau: float, prior: Array) -> Clipped:
     return Clipped(aggregate, small[0], small[1], torch.from_numpy(bound * scale), rounds)
 
 
-def _refuse_non_finite(gram: Gram) -> None:
+def _refuse_non_finite(gram: Gram, first: int) -> None:
     finite = np.isfinite(gram.matrices.diagonal(axis1=1, axis2=2))
     if not finite.all():
-        row = np.argwhere(~finite)[0, 1]
-        raise ValueError(f"parts: row {row} holds values that are not finite, or too large for their squares to be")
+        stack, row = np.argwhere(~finite)[0]
+        where = f"row {row} of stack {first + stack}"
+        raise ValueError(f"parts: {where} holds values that are not finite, or too large for their squares to be")
 
 
 def _rounding_bound(gram: Gram, base: Rows, weights: Array, point: Point, tau: float, prior: Array) -> Array:
