@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from phalanx import centered_clip
+from phalanx.core.gram import compute_gram
 
 SEED = 0
 ROWS, ATTACKERS = 16, 7
@@ -157,8 +158,10 @@ def run(device: str) -> dict[str, Any]:
             f"residual_over_tau_n_{name}": residual,
             f"rounds_{name}": found.iterations,
         }
+    gram_ms = time_in_turn([lambda: compute_gram(batch)], device)[0]
     results |= {
         "mean_ms": statistics.median(means),
+        "gram_ms": gram_ms,
         "clip_ms": max(clips),
         "ratio_to_mean": max(results[f"ratio_to_mean_{name}"] for name in RADII),
         "device": device,

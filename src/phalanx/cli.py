@@ -36,7 +36,7 @@ def main() -> None:
         print(f"phalanx: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"phalanx: cannot print: {error.strerror}", file=sys.stderr)
+        print(f"phalanx: {error.strerror or error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -56,7 +56,8 @@ class Clipped:
     distances: Tensor
     """float64: ``|g_i - v|``, as exact as the balance needs; for a row well inside ``tau`` it may be off."""
     residual: Tensor
-    """float64: a bound on ``|sum_i p_i clip(g_i - v)|`` for the unrounded ``v``, rounding of the solver included."""
+    """float64: a bound on ``|sum_i p_i clip(g_i - v)|`` for the unrounded ``v``, rounding of the solver included, for
+    ``tau`` from a millionth of the median distance of two rows. For a much smaller one it may say too little."""
     iterations: int
     """Rounds of re-weighting and of Newton, over all stacks."""
 
