@@ -23,7 +23,8 @@ RUN = bytes(range(100, 132))
 PREVIOUS = bytes(range(132, 164))
 SHARE = bytes(range(164, 196))
 SALT = bytes(range(196, 228))
-STEP, ATTEMPT = 1234, 2
+HEIGHT, STEP, ATTEMPT = 12340, 1234, 2
+VIEW = bytes(range(40, 72))
 
 PARTS = tuple(bytes([index]) * 48 for index in range(5))
 DIGESTS = tuple(hash_part(part) for part in PARTS)
@@ -31,6 +32,8 @@ ROOT = compute_root(DIGESTS)
 
 BODY_TYPES: tuple[type, ...] = get_args(m.Body)
 MESSAGE_TYPES: tuple[type, ...] = get_args(m.Message)
+NAMED_TYPES: tuple[type, ...] = (*BODY_TYPES, *MESSAGE_TYPES, m.Relay)
+"""Those with their name on the wire. A relay travels in gossip alone."""
 
 
 def digest_of(number: int) -> bytes:
@@ -40,32 +43,44 @@ def digest_of(number: int) -> bytes:
 
 # ---- Bodies, by name; the part before the dot is the type's name
 
+_SHARE = compute_commitment(RUN, STEP, ATTEMPT, ALICE.key, SHARE, SALT)
+
 BODIES: dict[str, m.Body] = {
-    "Commit.contributor": m.Commit(ROOT, compute_commitment(RUN, STEP, ATTEMPT, ALICE.key, SHARE, SALT)),
-    "Commit.validator": m.Commit(None, compute_commitment(RUN, STEP, ATTEMPT, ALICE.key, SHARE, SALT)),
-    "Aggregate.result": m.Aggregate(digest_of(7), ()),
-    "Aggregate.missing": m.Aggregate(None, (0, 3, 255)),
+    "Commit.contributor": m.Commit(ROOT, _SHARE, VIEW),
+    "Commit.validator": m.Commit(None, _SHARE, VIEW),
+    "Aggregate.result": m.Aggregate(
+        digest_of(7), (), (), (m.Listed(digest_of(2), digest_of(6)), m.Listed(digest_of(3), digest_of(6)))
+    ),
+    "Aggregate.missing": m.Aggregate(None, (0, 3, 255), (), ()),
+    "Aggregate.unopened": m.Aggregate(digest_of(7), (), ((0, 4), (3, 0), (3, 255)), ()),
     "Reveal": m.Reveal(SHARE, SALT),
     "Report.contributor": m.Report((0.5, 0.0, -1e-300, 0.0), (3.0, 0.0), (1,), ()),
     "Report.validator": m.Report(
-        (), (), (), (m.Finding(KEYS[0], Verdict.INNOCENT), m.Finding(KEYS[1], Verdict.INCONCLUSIVE))
+        (), (), (2, 255), (m.Finding(KEYS[0], Verdict.INNOCENT), m.Finding(KEYS[1], Verdict.INCONCLUSIVE))
     ),
-    "Confirm.full": m.Confirm(digest_of(1), (digest_of(3), digest_of(2)), (digest_of(4), digest_of(5)), True),
+    "Confirm.full": m.Confirm(digest_of(1), (digest_of(3), digest_of(2)), KEYS[:2], True),
     "Confirm.empty": m.Confirm(digest_of(1), (), (), False),
-    "Vote": m.Vote(tuple(m.Ballot(digest_of(i), verdict) for i, verdict in enumerate(Verdict))),
-    "Seal": m.Seal(),
-    "Abort": m.Abort(KEYS[:2]),
-    "Timeout": m.Timeout(KEYS),
-    "Endorsement": m.Endorsement(BOB.key, digest_of(9)),
+    "Vote": m.Vote(tuple(m.Ballot(digest_of(i), verdict) for i, verdict in enumerate(Verdict)), ((1, 2), (2, 1))),
+    "Seal": m.Seal(VIEW),
+    "Abort": m.Abort(KEYS[:2], VIEW),
+    "Timeout.first": m.Timeout(KEYS, 0, None),
+    "Timeout.later": m.Timeout((), 2, digest_of(8)),
+    "Endorsement": m.Endorsement(1, digest_of(9)),
     "Outcome": m.Outcome(
+        1,
+        True,
         (
-            m.SlotOutcome(Phase.COMMIT, KEYS[0], (digest_of(1),)),
-            m.SlotOutcome(Phase.COMMIT, KEYS[1], ()),
-            m.SlotOutcome(Phase.AGGREGATE, KEYS[0], (digest_of(1), digest_of(2))),
+            m.SlotOutcome(HEIGHT, KEYS[0], (digest_of(1),)),
+            m.SlotOutcome(HEIGHT, KEYS[1], ()),
+            m.SlotOutcome(HEIGHT + 1, KEYS[0], (digest_of(1), digest_of(2))),
         ),
         KEYS[1:],
+        KEYS[:1],
+        False,
+        VIEW,
     ),
     "Opening": m.Opening(3, DIGESTS[3], compute_path(DIGESTS, 3)),
+    "Trial": m.Trial(ROOT),
     "Join": m.Join(digest_of(11), "x86-64 avx2, torch 2.6, one thread"),
 }
 
@@ -73,69 +88,99 @@ PHASE_OF_BODY = {body: phase for phase, body in reversed(m.BODY_OF_PHASE.items()
 
 
 def sign(body: m.Body, identity: Identity = ALICE, phase: Phase | None = None) -> Signed:
+    """Signed in the phase where it belongs. Every phase has a height of its own, as in an attempt without mishaps."""
     phase = phase or PHASE_OF_BODY.get(type(body), Phase.COMMIT)
-    return envelope.seal(identity, RUN, STEP, ATTEMPT, phase, PREVIOUS, body)
+    return envelope.seal(identity, RUN, HEIGHT + phase, STEP, ATTEMPT, phase, PREVIOUS, body)
 
 
 SIGNED: dict[str, Signed] = {f"Signed.{name}": sign(body) for name, body in BODIES.items()}
 _COMMIT = SIGNED["Signed.Commit.contributor"]
-_ENDORSEMENT = m.Endorsement(ALICE.key, envelope.compute_message_digest(_COMMIT))
+_ENDORSEMENT = m.Endorsement(0, envelope.compute_message_digest(_COMMIT))
+_SEALS = (sign(BODIES["Seal"], BOB), sign(BODIES["Seal"], CAROL))
+_TIMEOUTS = (sign(BODIES["Timeout.first"], BOB), sign(BODIES["Timeout.first"], CAROL))
 
 MESSAGES: dict[str, m.Message] = {
     **SIGNED,
     "PartChunk": m.PartChunk(STEP, ATTEMPT, ALICE.key, 3, compute_path(DIGESTS, 3), 48, 16, PARTS[3][16:]),
     "AggregateChunk": m.AggregateChunk(STEP, ATTEMPT, 4, 10, 0, b"0123456789"),
     "StateChunk": m.StateChunk(STEP, 1 << 40, 1 << 33, b"state"),
-    "Relay": m.Relay(_COMMIT, (sign(_ENDORSEMENT, BOB), sign(_ENDORSEMENT, CAROL))),
+    "Gossip": m.Gossip(
+        HEIGHT + 1,
+        0,
+        (m.Relay((_COMMIT,), (sign(_ENDORSEMENT, BOB), sign(_ENDORSEMENT, CAROL))), m.Relay(_TIMEOUTS, ())),
+    ),
+    "Alarm": m.Alarm(HEIGHT + 1, 0, _TIMEOUTS),
     "Manifest": m.Manifest(b'[run]\nname = "example"\n'),
-    "Certificate": m.Certificate((sign(m.Seal(), BOB), sign(m.Seal(), CAROL))),
-    "PullMessages": m.PullMessages((m.Slot(1, 0, Phase.COMMIT, BOB.key), m.Slot(1, 0, Phase.REVEAL, BOB.key))),
+    "Certificate": m.Certificate(_SEALS),
+    "Chain": m.Chain((m.Link(b"a view", _SEALS), m.Link(b"the next", ()))),
+    "PullMessages": m.PullMessages(HEIGHT, KEYS[:2]),
     "PullPart": m.PullPart(STEP, ATTEMPT, BOB.key, 1, 1 << 20),
     "PullAggregate": m.PullAggregate(STEP, ATTEMPT, 1, 1 << 20),
     "PullState": m.PullState((1 << 48) - 1, (1 << 48) - 1),
     "PullProof": m.PullProof(digest_of(12)),
-    "PullCertificate": m.PullCertificate(0),
+    "PullChain": m.PullChain((1 << 48) - 1),
     "PullManifest": m.PullManifest(),
     "Equivocation": m.Equivocation(SIGNED["Signed.Aggregate.result"], SIGNED["Signed.Aggregate.missing"]),
     "WrongReveal": m.WrongReveal(_COMMIT, sign(m.Reveal(SALT, SHARE))),
     "WrongOpening": m.WrongOpening(_COMMIT, sign(m.Opening(3, DIGESTS[2], compute_path(DIGESTS, 3)))),
-    "MalformedBody": m.MalformedBody(sign(m.Seal(), phase=Phase.SEAL)),
+    "MalformedBody": m.MalformedBody(SIGNED["Signed.Seal"]),
     "Accusation.report": m.Accusation(
-        Rule.REPORT, ALICE.key, STEP, ATTEMPT, (0, 2), _COMMIT, SIGNED["Signed.Report.contributor"]
+        Rule.REPORT,
+        ALICE.key,
+        STEP,
+        ATTEMPT,
+        (0, 1),
+        _COMMIT,
+        SIGNED["Signed.Report.contributor"],
+        (0.25, 0.0, 1e-300, 0.0),
+        (2.0, 0.0),
     ),
-    "Accusation.gradient": m.Accusation(Rule.GRADIENT, ALICE.key, STEP, ATTEMPT, (), _COMMIT, None),
+    "Accusation.gradient": m.Accusation(Rule.GRADIENT, ALICE.key, STEP, ATTEMPT, (), _COMMIT, None, (), ()),
+    "Accusation.malformed": m.Accusation(Rule.MALFORMED, ALICE.key, STEP, ATTEMPT, (4,), _COMMIT, None, (), ()),
 }
 
 # ---- The longest body of every type
 
 _MANY_KEYS = tuple(digest_of((1 << 255) + index) for index in range(m.MAX_MEMBERS))
+_MANY_PAIRS = tuple((owner, part) for owner in range(248, 256) for part in range(128, 256))
 _LONGEST_VERDICT = max(Verdict, key=len)
 
 LARGEST: dict[type, m.Body] = {
     m.Commit: BODIES["Commit.contributor"],
-    m.Aggregate: m.Aggregate(None, tuple(range(m.MAX_MEMBERS))),
+    m.Aggregate: m.Aggregate(
+        None,
+        tuple(range(m.MAX_MEMBERS)),
+        _MANY_PAIRS,
+        tuple(m.Listed(key, digest_of(0)) for key in _MANY_KEYS[: m.MAX_CASES]),
+    ),
     m.Reveal: BODIES["Reveal"],
     m.Report: m.Report(
-        (0.1,) * (m.MAX_MEMBERS * m.MAX_PROJECTIONS),
-        (0.1,) * m.MAX_MEMBERS,
-        (),
+        (0.0,) * (m.MAX_MEMBERS * m.MAX_PROJECTIONS),
+        (0.0,) * m.MAX_MEMBERS,
+        tuple(range(m.MAX_MEMBERS)),
         tuple(m.Finding(key, _LONGEST_VERDICT) for key in _MANY_KEYS[: m.MAX_CASES]),
     ),
     m.Confirm: m.Confirm(digest_of(0), _MANY_KEYS[: m.MAX_CASES], _MANY_KEYS[: m.MAX_CASES], True),
-    m.Vote: m.Vote(tuple(m.Ballot(digest_of(index), _LONGEST_VERDICT) for index in range(m.MAX_BALLOTS))),
+    m.Vote: m.Vote(tuple(m.Ballot(digest_of(index), _LONGEST_VERDICT) for index in range(m.MAX_BALLOTS)), _MANY_PAIRS),
     m.Seal: BODIES["Seal"],
-    m.Abort: m.Abort(_MANY_KEYS),
-    m.Timeout: m.Timeout(_MANY_KEYS),
-    m.Endorsement: BODIES["Endorsement"],
+    m.Abort: m.Abort(_MANY_KEYS, VIEW),
+    m.Timeout: m.Timeout(_MANY_KEYS, 0, None),
+    m.Endorsement: m.Endorsement((1 << 16) - 1, digest_of(9)),
     m.Outcome: m.Outcome(
+        (1 << 16) - 1,
+        True,
         tuple(
-            m.SlotOutcome(phase, key, (digest_of(1), digest_of(2)))
-            for phase in (Phase.COMMIT, Phase.AGGREGATE)
+            m.SlotOutcome((1 << 48) - before, key, (digest_of(1), digest_of(2)))
+            for before in (2, 1)
             for key in _MANY_KEYS
         ),
         _MANY_KEYS,
+        _MANY_KEYS,
+        True,
+        VIEW,
     ),
     m.Opening: m.Opening(m.MAX_MEMBERS - 1, digest_of(0), _MANY_KEYS[: m.MAX_PATH]),
+    m.Trial: BODIES["Trial"],
     m.Join: m.Join(digest_of(0), "x" * 256),
 }
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Clipped, centered_clip
+from phalanx.core import clipping
+from phalanx.core.balance import solve_short
 
 Array = npt.NDArray[np.float64]
 
@@ -267,12 +269,21 @@ def test_seven_of_sixteen_rows_a_thousand_times_larger_and_opposite(
     assert_balanced(parts, tau, centered_clip(parts, tau))
 
 
-@pytest.mark.parametrize("factor", [1e-6, 0.3, 0.7, 1e3])
+@pytest.mark.parametrize("factor", [1e-6, 0.3, 0.7, 1.0, 1.7, 1e3])
 @pytest.mark.parametrize("kind", LONG_KINDS)
 def test_long_rows_that_float32_arithmetic_gets_wrong(kind: str, factor: float, device: str) -> None:
     parts = make_long(kind).to(device)
     tau = factor * median_distance(parts)
     assert_balanced(parts, tau, centered_clip(parts, tau))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_long_constant_rows_of_similar_size(seed: int, device: str) -> None:
+    """On a line, where rounding leaves cosines of more than one: the solver cuts them, which adds to the error."""
+    levels = 1 + 0.1 * torch.empty(16, 1).normal_(generator=torch.Generator().manual_seed(seed))
+    parts = levels.expand(16, LONG).contiguous().to(device)
+    for tau in (float((parts[-1] - parts[-2]).norm()), 1.3 * median_distance(parts)):
+        assert_balanced(parts, tau, centered_clip(parts, tau))
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
@@ -339,6 +350,59 @@ def test_weighted_rows_are_in_balance(rows: Array, factor: float, seed: int) -> 
     tau = factor * median_distance(parts)
     result = centered_clip(parts, tau, torch.from_numpy(weights))
     assert_balanced(parts, tau, result, torch.from_numpy(weights))
+
+
+# --- Few short rows, which take a shorter way ---
+
+
+def clip_the_long_way(parts: Tensor, tau: float) -> Clipped:
+    return clipping._get_only(clipping._clip_stacks(parts[None], tau, np.ones((1, len(parts))), 0))
+
+
+@settings(quick, max_examples=300)
+@given(rows=general, factor=finite_factors)
+def test_the_short_way_leads_to_the_same_point(rows: Array, factor: float) -> None:
+    tau = factor * median_distance(torch.from_numpy(rows))
+    _, curvature = solve_slowly(rows, tau)
+    short, long = centered_clip(torch.from_numpy(rows), tau), clip_the_long_way(torch.from_numpy(rows), tau)
+    allowed = 4 * PROMISE * min(tau, 1e3) * len(rows) / curvature + 1e-8 * np.abs(rows).max()
+    assert float((short.aggregate - long.aggregate).norm()) <= allowed
+    np.testing.assert_allclose(short.distances, long.distances, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize(("n", "d"), [(7, 36), (16, 16), (32, 8), (64, 512)])
+@pytest.mark.parametrize("kind", ["gaussian", "attacked", "coinciding", "scaled"])
+def test_ordinary_rows_never_need_the_long_way(kind: str, n: int, d: int) -> None:
+    for seed in range(5):
+        rows = make_rows(kind, n, d, seed)
+        for factor in (0.3, 0.7, 1.0, 3.0):
+            tau = factor * float(torch.pdist(torch.from_numpy(rows[(n - 1) // 2 :])).median())
+            assert solve_short(rows, tau, np.ones(n)) is not None
+
+
+@pytest.mark.parametrize(
+    ("rows", "tau"),
+    [
+        ([[0.0], [1.0]], 0.1),  # every point between them is in balance
+        ([[0.0, 0.0], [3.0, 4.0]], 0.1),
+        ([[1.0], [2.0], [1e30]], 1.0),  # beyond the digits of a float64
+        ([[1.0], [2.0], [1e200]], 1e200),
+        ([[1.0], [INF], [2.0]], 1.0),
+        ([[1.0], [float("nan")], [2.0]], INF),
+        ([[1.0], [1e154], [-1e154]], 1e300),  # the sum of two squares overflows
+    ],
+)
+def test_the_short_way_is_not_taken_where_it_may_mislead(rows: list[list[float]], tau: float) -> None:
+    assert solve_short(np.array(rows), min(tau, 1e300), np.ones(len(rows))) is None
+
+
+@pytest.mark.parametrize(("n", "d"), [(64, 512), (64, 513), (65, 10), (1, 1 << 15), (1, 1 + (1 << 15))])
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_rows_are_in_balance_on_either_side_of_the_limit(n: int, d: int, kind: torch.dtype) -> None:
+    parts = torch.from_numpy(make_rows("attacked", n, d, 0)).to(kind)
+    for factor in (0.1, 1.0):
+        tau = factor * median_distance(parts[-3:])
+        assert_balanced(parts, tau, centered_clip(parts, tau))
 
 
 # --- Agreement with a slow solver, and the two limits ---

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -11,12 +13,14 @@ from examples import (
     ATTEMPT,
     BOB,
     BODIES,
+    HEIGHT,
     ORDER,
     PHASE_OF_BODY,
     PREVIOUS,
     RUN,
     SIGNED,
     STEP,
+    VIEW,
     digest_of,
     sign,
     sign_with_nonce,
@@ -24,10 +28,11 @@ from examples import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.core import envelope
 from phalanx.core import messages as m
 from phalanx.core.codec import decode_message, encode
-from phalanx.core.crypto import Domain, compute_digest
-from phalanx.core.envelope import compute_message_digest, is_authentic, open_body, seal
+from phalanx.core.crypto import Domain, compute_digest, verify_signature
+from phalanx.core.envelope import Examiner, Letter, compute_message_digest, is_authentic, open_body, seal
 from phalanx.core.errors import Malformed
 from phalanx.core.messages import BODY_OF_PHASE, DOMAIN_OF_BODY, Phase, Signed
 
@@ -40,8 +45,13 @@ MOVED: dict[str, Signed] = {
     "domain endorsement": change(MESSAGE, domain=Domain.ENDORSEMENT),
     "domain outcome": change(MESSAGE, domain=Domain.OUTCOME),
     "domain opening": change(MESSAGE, domain=Domain.OPENING),
+    "domain trial": change(MESSAGE, domain=Domain.TRIAL),
     "domain join": change(MESSAGE, domain=Domain.JOIN),
     "run": change(MESSAGE, run=PREVIOUS),
+    "next height": change(MESSAGE, height=MESSAGE.height + 1),
+    "height before": change(MESSAGE, height=MESSAGE.height - 1),
+    "first height": change(MESSAGE, height=0),
+    "height and step exchanged": change(MESSAGE, height=STEP, step=MESSAGE.height),
     "next step": change(MESSAGE, step=STEP + 1),
     "first step": change(MESSAGE, step=0),
     "next attempt": change(MESSAGE, attempt=ATTEMPT + 1),
@@ -61,6 +71,7 @@ def resign(message: Signed) -> Signed:
     """The message as its sender would have signed it, whatever it says."""
     content = (
         message.run,
+        message.height,
         message.step,
         message.attempt,
         message.phase,
@@ -102,8 +113,8 @@ def test_every_field_is_under_the_signature() -> None:
 
 
 def test_a_message_says_something_only_after_one_history() -> None:
-    first = seal(ALICE, RUN, STEP, ATTEMPT, Phase.SEAL, digest_of(1), m.Seal())
-    second = seal(ALICE, RUN, STEP, ATTEMPT, Phase.SEAL, digest_of(2), m.Seal())
+    first = seal(ALICE, RUN, HEIGHT, STEP, ATTEMPT, Phase.SEAL, digest_of(1), m.Seal(VIEW))
+    second = seal(ALICE, RUN, HEIGHT, STEP, ATTEMPT, Phase.SEAL, digest_of(2), m.Seal(VIEW))
     assert not is_authentic(change(first, signature=second.signature))
     assert compute_message_digest(first) != compute_message_digest(second)
 
@@ -144,7 +155,7 @@ def test_a_body_may_be_any_bytes_as_far_as_the_signature_goes(body: bytes, domai
 
 
 def test_a_message_is_named_by_its_domain_and_content() -> None:
-    content = msgspec.msgpack.encode((RUN, STEP, ATTEMPT, 1, ALICE.key, PREVIOUS, MESSAGE.body))
+    content = msgspec.msgpack.encode((RUN, HEIGHT + 1, STEP, ATTEMPT, 1, ALICE.key, PREVIOUS, MESSAGE.body))
     assert compute_message_digest(MESSAGE) == compute_digest("message", b"agreed", content)
 
 
@@ -154,7 +165,7 @@ def test_moved_messages_have_other_names() -> None:
 
 
 def test_many_signatures_on_one_content_do_not_look_like_many_messages() -> None:
-    content = msgspec.msgpack.encode((RUN, STEP, ATTEMPT, 1, ALICE.key, PREVIOUS, MESSAGE.body))
+    content = msgspec.msgpack.encode((RUN, HEIGHT + 1, STEP, ATTEMPT, 1, ALICE.key, PREVIOUS, MESSAGE.body))
     for nonce in (11, 12, 13):
         again = change(MESSAGE, signature=sign_with_nonce(bytes(range(32)), b"phalanx/1/agreed\x00" + content, nonce))
         assert again != MESSAGE
@@ -162,13 +173,20 @@ def test_many_signatures_on_one_content_do_not_look_like_many_messages() -> None
         assert compute_message_digest(again) == compute_message_digest(MESSAGE)
 
 
-def test_a_slot_is_step_attempt_phase_and_sender() -> None:
-    assert MESSAGE.slot == m.Slot(STEP, ATTEMPT, Phase.COMMIT, ALICE.key)
+def test_a_slot_is_height_and_sender() -> None:
+    assert MESSAGE.slot == m.Slot(HEIGHT + 1, ALICE.key)
+    for name in ("next height", "height before", "first height", "sender"):
+        assert MOVED[name].slot != MESSAGE.slot
 
 
-def test_a_slot_says_nothing_of_run_or_domain() -> None:
-    for other in (MOVED["run"], MOVED["domain timeout"]):
-        assert other.slot == MESSAGE.slot
+@pytest.mark.parametrize("name", ["run", "domain timeout", "next step", "next attempt", "phase", "previous", "body"])
+def test_a_slot_says_nothing_of_anything_else(name: str) -> None:
+    assert MOVED[name].slot == MESSAGE.slot
+
+
+def test_slots_are_in_the_order_of_heights_then_of_senders() -> None:
+    slots = [m.Slot(height, digest_of(sender)) for height in (0, 1, 255, 256) for sender in (0, 1, 255, 256)]
+    assert all(earlier < later for earlier, later in itertools.pairwise(slots))
 
 
 # ---- Bodies in their places
@@ -206,7 +224,8 @@ NOT_BODIES: dict[str, bytes] = {
     "a body packed twice": msgspec.msgpack.encode(MESSAGE.body),
     "a report of NaN": msgspec.msgpack.encode(["report", [float("nan")], [0.0], [], []]),
     "a report of whole numbers": msgspec.msgpack.encode(["report", [1], [1], [], []]),
-    "a longer form": b"\xdc\x00\x03" + MESSAGE.body[1:],
+    "a longer form": b"\xdc\x00\x04" + MESSAGE.body[1:],
+    "a body of the format before": msgspec.msgpack.encode(["commit", None, digest_of(1)]),
 }
 
 
@@ -224,38 +243,230 @@ def test_an_authentic_message_can_still_be_malformed(body: bytes) -> None:
 MISTAKES: dict[str, tuple[Phase, Any]] = {
     "a body in another phase": (Phase.COMMIT, m.Reveal(digest_of(1), digest_of(2))),
     "whole numbers for floats": (Phase.REPORT, m.Report((0,), (0,), (), ())),
-    "a list without its limit": (Phase.ABORT, m.Abort(tuple(digest_of(index) for index in range(m.MAX_MEMBERS + 1)))),
-    "a digest of another length": (Phase.COMMIT, m.Commit(None, b"short")),
-    "text for bytes": (Phase.COMMIT, m.Commit(None, "x" * 32)),  # type: ignore[arg-type]
+    "a list without its limit": (
+        Phase.ABORT,
+        m.Abort(tuple(digest_of(index) for index in range(m.MAX_MEMBERS + 1)), VIEW),
+    ),
+    "a digest of another length": (Phase.COMMIT, m.Commit(None, b"short", VIEW)),
+    "a view of another length": (Phase.SEAL, m.Seal(b"short")),
+    "text for bytes": (Phase.COMMIT, m.Commit(None, "x" * 32, VIEW)),  # type: ignore[arg-type]
+    "three in a pair": (Phase.VOTE, m.Vote((), ((1, 2, 3),))),  # type: ignore[arg-type]
+    "a pair of nobody": (Phase.VOTE, m.Vote((), ((0, m.MAX_MEMBERS),))),
+    "a round too many": (Phase.COMMIT, m.Endorsement(1 << 16, digest_of(1))),
 }
 
 
 @pytest.mark.parametrize(("phase", "body"), MISTAKES.values(), ids=MISTAKES)
 def test_what_peers_would_refuse_is_not_signed(phase: Phase, body: Any) -> None:
     with pytest.raises((ValueError, Malformed)):
-        seal(ALICE, RUN, STEP, ATTEMPT, phase, PREVIOUS, body)
+        seal(ALICE, RUN, HEIGHT, STEP, ATTEMPT, phase, PREVIOUS, body)
 
 
 PLACES = {
-    "a run of another length": (b"run", STEP, ATTEMPT),
-    "a negative step": (RUN, -1, ATTEMPT),
-    "a step too far": (RUN, 1 << 48, ATTEMPT),
-    "a negative attempt": (RUN, STEP, -1),
-    "an attempt too many": (RUN, STEP, 1 << 16),
+    "a run of another length": (b"run", HEIGHT, STEP, ATTEMPT),
+    "a negative height": (RUN, -1, STEP, ATTEMPT),
+    "a height too far": (RUN, 1 << 48, STEP, ATTEMPT),
+    "a negative step": (RUN, HEIGHT, -1, ATTEMPT),
+    "a step too far": (RUN, HEIGHT, 1 << 48, ATTEMPT),
+    "a negative attempt": (RUN, HEIGHT, STEP, -1),
+    "an attempt too many": (RUN, HEIGHT, STEP, 1 << 16),
 }
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_a_place_that_does_not_exist_is_not_signed(place: tuple[bytes, int, int]) -> None:
+def test_a_place_that_does_not_exist_is_not_signed(place: tuple[bytes, int, int, int]) -> None:
     with pytest.raises((ValueError, Malformed)):
-        seal(ALICE, *place, Phase.SEAL, PREVIOUS, m.Seal())
+        seal(ALICE, *place, Phase.SEAL, PREVIOUS, m.Seal(VIEW))
 
 
-def test_a_step_beyond_any_integer_is_no_crash() -> None:
+@pytest.mark.parametrize("place", [(1 << 70, STEP), (HEIGHT, 1 << 70)], ids=["height", "step"])
+def test_a_place_beyond_any_integer_is_no_crash(place: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="body"):
-        seal(ALICE, RUN, 1 << 70, 0, Phase.SEAL, PREVIOUS, m.Seal())
+        seal(ALICE, RUN, *place, 0, Phase.SEAL, PREVIOUS, m.Seal(VIEW))
 
 
-def test_what_is_no_body_is_not_sealed() -> None:
+@pytest.mark.parametrize("thing", [m.PullManifest(), m.Relay((MESSAGE,), ()), MESSAGE], ids=lambda x: type(x).__name__)
+def test_what_is_no_body_is_not_sealed(thing: Any) -> None:
     with pytest.raises(ValueError, match="body"):
-        seal(ALICE, RUN, 1, 0, Phase.SEAL, PREVIOUS, m.PullManifest())
+        seal(ALICE, RUN, HEIGHT, STEP, ATTEMPT, Phase.SEAL, PREVIOUS, thing)
+
+
+class Delegate:
+    """Signs for Alice and counts."""
+
+    def __init__(self) -> None:
+        self.signed = 0
+
+    @property
+    def key(self) -> bytes:
+        return ALICE.key
+
+    def sign(self, domain: Domain, payload: bytes) -> bytes:
+        self.signed += 1
+        return ALICE.sign(domain, payload)
+
+
+def test_any_signer_will_do() -> None:
+    assert seal(Delegate(), RUN, HEIGHT + 1, STEP, ATTEMPT, Phase.COMMIT, PREVIOUS, open_body(MESSAGE)) == MESSAGE
+
+
+@pytest.mark.parametrize(("phase", "body"), MISTAKES.values(), ids=MISTAKES)
+def test_a_signer_is_not_asked_to_sign_what_peers_would_refuse(phase: Phase, body: Any) -> None:
+    """It may remember what it signed, and would then refuse the right message at this height."""
+    signer = Delegate()
+    with pytest.raises((ValueError, Malformed)):
+        seal(signer, RUN, HEIGHT, STEP, ATTEMPT, phase, PREVIOUS, body)
+    assert signer.signed == 0
+
+
+# ---- Opening messages once
+
+
+class Verifier:
+    """Checks signatures, and lists what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[bytes, Domain, bytes, bytes]] = []
+
+    def __call__(self, key: bytes, domain: Domain, payload: bytes, signature: bytes) -> bool:
+        self.asked.append((key, domain, payload, signature))
+        return verify_signature(key, domain, payload, signature)
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_an_authentic_message_is_opened(name: str) -> None:
+    message = decode_message(encode(SIGNED[name]))
+    assert isinstance(message, Signed)
+    body = BODIES[name.removeprefix("Signed.")]
+    assert Examiner().examine(message) == Letter(message, compute_message_digest(message), body)
+
+
+FORGERIES: dict[str, Signed] = {
+    **MOVED,
+    "signature of another": change(MESSAGE, signature=sign(BODIES["Commit.contributor"], BOB).signature),
+    "signature of nobody": change(MESSAGE, signature=bytes(64)),
+    "signature too short": change(MESSAGE, signature=MESSAGE.signature[:63]),
+    "signature with a bit flipped": change(
+        MESSAGE, signature=MESSAGE.signature[:-1] + bytes([MESSAGE.signature[-1] ^ 1])
+    ),
+    "sender for whom anybody could sign": change(MESSAGE, sender=bytes(32), signature=b"\x01" + bytes(63)),
+}
+
+
+@pytest.mark.parametrize("message", FORGERIES.values(), ids=FORGERIES)
+def test_a_forgery_is_nothing(message: Signed) -> None:
+    assert Examiner().examine(message) is None
+
+
+@pytest.mark.parametrize("message", FORGERIES.values(), ids=FORGERIES)
+def test_a_forgery_stays_nothing_beside_what_is_authentic(message: Signed) -> None:
+    examiner = Examiner()
+    assert examiner.examine(MESSAGE) is not None
+    assert examiner.examine(message) is None
+    assert examiner.examine(MESSAGE) == Letter(MESSAGE, compute_message_digest(MESSAGE), open_body(MESSAGE))
+    assert examiner.examine(message) is None
+
+
+@pytest.mark.parametrize("body", NOT_BODIES.values(), ids=NOT_BODIES)
+def test_a_signed_message_without_a_body_is_a_letter_without_one(body: bytes) -> None:
+    """Its sender answers for it (E4), so that it must not look like a forgery."""
+    message = resign(change(MESSAGE, body=body))
+    assert Examiner().examine(message) == Letter(message, compute_message_digest(message), None)
+
+
+def test_a_body_out_of_its_phase_or_domain_is_a_letter_without_one() -> None:
+    for moved in (MOVED["phase"], MOVED["domain trial"], change(SIGNED["Signed.Trial"], domain=Domain.AGREED)):
+        message = resign(moved)
+        assert Examiner().examine(message) == Letter(message, compute_message_digest(message), None)
+
+
+def test_a_forgery_without_a_body_is_nothing() -> None:
+    assert Examiner().examine(change(MESSAGE, body=b"\xc1")) is None
+
+
+def test_a_message_is_checked_once() -> None:
+    verifier = Verifier()
+    examiner = Examiner(verifier)
+    again = decode_message(encode(MESSAGE))
+    assert isinstance(again, Signed)
+    letter = examiner.examine(MESSAGE)
+    assert all(examiner.examine(message) is letter for message in (MESSAGE, again, MESSAGE))
+    assert len(verifier.asked) == 1
+
+
+def test_a_forgery_and_a_message_without_a_body_are_checked_once() -> None:
+    verifier = Verifier()
+    examiner = Examiner(verifier)
+    forged, empty = MOVED["body"], resign(MOVED["no body"])
+    for _ in range(3):
+        assert examiner.examine(forged) is None
+        assert examiner.examine(empty) == Letter(empty, compute_message_digest(empty), None)
+    assert len(verifier.asked) == 2
+
+
+def test_what_is_checked_is_the_senders_signature_on_the_content() -> None:
+    verifier = Verifier()
+    Examiner(verifier).examine(MESSAGE)
+    content = msgspec.msgpack.encode((RUN, HEIGHT + 1, STEP, ATTEMPT, 1, ALICE.key, PREVIOUS, MESSAGE.body))
+    assert verifier.asked == [(ALICE.key, Domain.AGREED, content, MESSAGE.signature)]
+
+
+def test_two_signatures_on_one_content_are_two_letters_of_one_name() -> None:
+    content = msgspec.msgpack.encode((RUN, HEIGHT + 1, STEP, ATTEMPT, 1, ALICE.key, PREVIOUS, MESSAGE.body))
+    again = change(MESSAGE, signature=sign_with_nonce(bytes(range(32)), b"phalanx/1/agreed\x00" + content, 11))
+    examiner = Examiner()
+    first, second = examiner.examine(MESSAGE), examiner.examine(again)
+    assert first is not None
+    assert second is not None
+    assert first.message != second.message
+    assert (first.digest, first.body) == (second.digest, second.body)
+
+
+def test_another_examiner_remembers_nothing_of_this_one() -> None:
+    believing, doubting = Examiner(lambda *_: True), Examiner(lambda *_: False)
+    assert believing.examine(MESSAGE) is not None
+    assert doubting.examine(MESSAGE) is None
+    assert believing.examine(MOVED["body"]) is not None
+
+
+def test_what_was_seen_long_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envelope, "_REMEMBERED", 3)
+    verifier = Verifier()
+    examiner = Examiner(verifier)
+    messages = [SIGNED["Signed.Seal"], MOVED["body"], resign(MOVED["no body"]), MESSAGE]
+    letters = [examiner.examine(message) for message in messages]
+    assert [examiner.examine(message) for message in messages[1:]] == letters[1:]
+    assert len(verifier.asked) == 4
+    assert examiner.examine(messages[0]) == letters[0]
+    assert len(verifier.asked) == 5
+
+
+@pytest.mark.parametrize("answer", [True, False], ids=["authentic", "forged"])
+def test_an_examiner_takes_no_memory_for_ever(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envelope, "_REMEMBERED", 500)
+    examiner, held = Examiner(lambda *_: answer), []
+    tracemalloc.start()
+    try:
+        for start in range(0, 5000, 1000):
+            for height in range(start, start + 1000):
+                examiner.examine(change(MESSAGE, height=height))
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[-1] < 1.1 * held[0]
+
+
+def test_an_examiner_remembers_the_messages_of_the_largest_roster_for_some_heights() -> None:
+    assert envelope._REMEMBERED >= 16 * m.MAX_MEMBERS
+
+
+def test_an_examiner_does_not_keep_what_is_forged() -> None:
+    examiner = Examiner()
+    tracemalloc.start()
+    try:
+        for height in range(100):
+            assert examiner.examine(change(MESSAGE, height=height, body=bytes(m.MAX_BODY))) is None
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 10 * m.MAX_BODY

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.core.gram import Gram, combine, compute_gram
+from phalanx.core.gram import Gram, combine, compute_gram, is_narrow
 
 Array = npt.NDArray[np.float64]
 
@@ -158,6 +158,12 @@ def test_long_float32_rows_are_narrow() -> None:
     gram = compute_gram(normal(1, 16, LONG))
     assert not gram.wide
     assert gram.measured_error.any()
+
+
+@pytest.mark.parametrize(("n", "d"), [(16, LONG), (16, LONG - 1), (1, 1 << 21), (200, 1 << 14), (200, (1 << 14) - 1)])
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_which_shapes_are_narrow_is_known_beforehand(n: int, d: int, kind: torch.dtype) -> None:
+    assert compute_gram(normal(1, n, d).to(kind)).wide is not is_narrow(n, d, kind)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64], ids=str)

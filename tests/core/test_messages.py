@@ -22,10 +22,13 @@ from examples import (
     BOB,
     BODIES,
     BODY_TYPES,
+    HEIGHT,
     LARGEST,
     MESSAGE_TYPES,
     MESSAGES,
+    NAMED_TYPES,
     STEP,
+    VIEW,
     digest_of,
     sign,
 )
@@ -71,6 +74,9 @@ def walk(kind: inspect.Type, raw: Any, where: Where = ()) -> Iterator[tuple[Wher
             yield from walk(field.type, raw[index], (*where, index))
     elif isinstance(kind, inspect.VarTupleType) and raw:
         yield from walk(kind.item_type, raw[0], (*where, 0))
+    elif isinstance(kind, inspect.TupleType):
+        for index, item in enumerate(kind.item_types):
+            yield from walk(item, raw[index], (*where, index))
 
 
 def unpack(name: str) -> Any:
@@ -122,6 +128,7 @@ KINDS_OF_TYPE: dict[type, str] = {
     inspect.StrType: "str",
     inspect.BytesType: "bytes",
     inspect.VarTupleType: "array",
+    inspect.TupleType: "array",
     inspect.StructType: "array",
 }
 
@@ -151,6 +158,9 @@ def all_types(kind: inspect.Type, name: str) -> Iterator[tuple[str, inspect.Type
             yield from all_types(field.type, f"{kind.cls.__name__}.{field.name}")
     elif isinstance(kind, inspect.VarTupleType):
         yield from all_types(kind.item_type, f"{name}[]")
+    elif isinstance(kind, inspect.TupleType):
+        for item in kind.item_types:
+            yield from all_types(item, f"{name}()")
 
 
 SCHEMA = [found for each in ALL_TYPES for found in all_types(inspect.type_info(each), each.__name__)]
@@ -164,8 +174,8 @@ def unlimited(kind: inspect.Type) -> str | None:
     if isinstance(kind, inspect.IntType):
         lower = kind.ge is not None or kind.gt is not None
         return None if lower and (kind.le is not None or kind.lt is not None) else "no bounds"
-    harmless = (inspect.StructType, inspect.UnionType, inspect.EnumType, inspect.BoolType, inspect.NoneType)
-    if isinstance(kind, (*harmless, inspect.FloatType)):
+    harmless = (inspect.EnumType, inspect.BoolType, inspect.NoneType, inspect.FloatType)
+    if isinstance(kind, (*harmless, inspect.StructType, inspect.UnionType, inspect.TupleType)):
         return None
     return f"a {type(kind).__name__}, for which these tests know no limit"
 
@@ -174,7 +184,9 @@ def test_every_length_and_every_whole_number_has_a_limit() -> None:
     assert {name: complaint for name, kind in SCHEMA if (complaint := unlimited(kind))} == {}
 
 
-@pytest.mark.parametrize("annotation", [bytes, str, int, tuple[int, ...], list[int], dict[str, int], Any, msgspec.Raw])
+@pytest.mark.parametrize(
+    "annotation", [bytes, str, int, tuple[int, ...], tuple[int, int], list[int], dict[str, int], Any, msgspec.Raw]
+)
 def test_a_field_without_a_limit_would_be_noticed(annotation: Any) -> None:
     planted = msgspec.defstruct("Planted", [("field", annotation)])
     assert any(unlimited(kind) for _, kind in all_types(inspect.type_info(planted), "Planted"))
@@ -187,7 +199,7 @@ def test_every_type_is_a_frozen_array_without_room_for_more(name: str) -> None:
     assert config.array_like
     assert config.forbid_unknown_fields
     assert STRUCTS[name].__struct_defaults__ == (), "a field with a default can be left out"
-    assert config.tag == (name.lower() if STRUCTS[name] in ALL_TYPES else None)
+    assert config.tag == (name.lower() if STRUCTS[name] in NAMED_TYPES else None)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -200,8 +212,16 @@ def test_messages_cannot_be_changed_and_can_be_hashed(name: str) -> None:
 
 
 def test_no_two_types_share_a_tag() -> None:
-    tags = [each.__struct_config__.tag for each in ALL_TYPES]
-    assert len(set(tags)) == len(tags) == len(BODY_TYPES) + len(MESSAGE_TYPES)
+    tags = [each.__struct_config__.tag for each in NAMED_TYPES]
+    assert len(set(tags)) == len(tags) == len(set(NAMED_TYPES))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STRUCTS.values() if kind not in ALL_TYPES])
+def test_what_travels_inside_others_is_nothing_alone(kind: type) -> None:
+    inner = next(each for each in structs_in(tuple(EXAMPLES.values())) if type(each) is kind)
+    for decode in (decode_message, decode_body):
+        assert_malformed(decode, pack(inner))
+        assert_malformed(decode, pack([kind.__name__.lower(), *msgspec.structs.astuple(inner)]))
 
 
 def test_every_type_has_an_example() -> None:
@@ -262,7 +282,7 @@ def test_the_largest_bodies_are_the_largest() -> None:
         raw = msgspec.msgpack.decode(encode(body))
         for index, field in enumerate(inspect.type_info(type(body)).fields, start=1):
             limits = {getattr(part, "max_length", None) for part in parts_of(field.type)} - {None}
-            free = (type(body), field.name) not in {(m.Report, "lacking"), (m.Aggregate, "result")}
+            free = (type(body), field.name) not in {(m.Aggregate, "result"), (m.Timeout, "prepared")}
             assert not limits or not free or len(raw[index]) in limits, f"{type(body).__name__}.{field.name}"
 
 
@@ -374,12 +394,15 @@ def test_no_value_can_be_written_in_two_ways(name: str) -> None:
         assert_malformed(decoder_of(name), data, "canonical")
 
 
+STRUCT_OR_PAIR = inspect.StructType | inspect.TupleType
+
+
 @every_shape
 def test_a_missing_or_an_extra_field_is_refused(name: str) -> None:
     raw = unpack(name)
     for where, kind in places(name):
         value = value_at(raw, where)
-        if any(isinstance(part, inspect.StructType) for part in parts_of(kind)) and value is not None:
+        if any(isinstance(part, STRUCT_OR_PAIR) for part in parts_of(kind)) and value is not None:
             for longer in ([*value, None], [*value, value[-1]], [*value, *value]):
                 assert_malformed(decoder_of(name), replaced(raw, where, longer))
             for count in range(len(value)):
@@ -444,7 +467,7 @@ def test_a_body_is_no_message_and_a_message_no_body(name: str) -> None:
 def test_invalid_utf_8_is_refused(text: bytes) -> None:
     raw = Raw(bytes([0xA0 | len(text)]) + text)
     assert_malformed(decode_body, pack(["join", digest_of(1), raw]))
-    assert_malformed(decode_body, pack(["vote", [[digest_of(1), raw]]]))
+    assert_malformed(decode_body, pack(["vote", [[digest_of(1), raw]], []]))
     assert_malformed(decode_message, pack(["signed", raw, *unpack("Signed.Seal")[2:]]))
     assert_malformed(decode_message, pack(["accusation", raw, *unpack("Accusation.report")[2:]]))
 
@@ -452,14 +475,45 @@ def test_invalid_utf_8_is_refused(text: bytes) -> None:
 # ---- What types cannot express
 
 HERE, PART = [STEP, 0], [STEP, 0, digest_of(1), 0, []]
+V1, V4, E4 = (unpack(f"Accusation.{name}") for name in ("report", "gradient", "malformed"))
 INFINITY, NAN = math.inf, math.nan
 ONE, TWO, THREE = digest_of(1), digest_of(2), digest_of(3)
 
+
+def outcome(
+    slots: Any = (),
+    out: Any = (),
+    late: Any = (),
+    round_: Any = 0,
+    final: Any = True,
+    stands: Any = True,
+    view: Any = ONE,
+) -> list[Any]:
+    return ["outcome", round_, final, slots, out, late, stands, view]
+
+
+def accusation(raw: list[Any], **fields: Any) -> list[Any]:
+    """An unpacked accusation with other fields."""
+    return [raw[0], *(fields.get(name, was) for name, was in zip(m.Accusation.__struct_fields__, raw[1:], strict=True))]
+
+
 REFUSED_BODIES: dict[str, list[Any]] = {
-    "aggregate: neither a result nor missing parts": ["aggregate", None, []],
-    "aggregate: both a result and missing parts": ["aggregate", ONE, [1]],
-    "aggregate: missing not increasing": ["aggregate", None, [2, 1]],
-    "aggregate: missing repeated": ["aggregate", None, [1, 1]],
+    "commit: no view": ["commit", None, ONE, None],
+    "aggregate: neither a result nor missing parts": ["aggregate", None, [], [], []],
+    "aggregate: both a result and missing parts": ["aggregate", ONE, [1], [], []],
+    "aggregate: missing not increasing": ["aggregate", None, [2, 1], [], []],
+    "aggregate: missing repeated": ["aggregate", None, [1, 1], [], []],
+    "aggregate: unopened in place of missing": ["aggregate", None, [], [[1, 1]], []],
+    "aggregate: unopened not increasing": ["aggregate", ONE, [], [[2, 1], [1, 2]], []],
+    "aggregate: unopened parts of one owner not increasing": ["aggregate", ONE, [], [[1, 2], [1, 1]], []],
+    "aggregate: unopened repeated": ["aggregate", ONE, [], [[1, 2], [1, 2]], []],
+    "aggregate: unopened owner 256": ["aggregate", ONE, [], [[256, 0]], []],
+    "aggregate: unopened part 256": ["aggregate", ONE, [], [[0, 256]], []],
+    "aggregate: unopened part below 0": ["aggregate", ONE, [], [[0, -1]], []],
+    "aggregate: unopened without a part": ["aggregate", ONE, [], [[1]], []],
+    "aggregate: unopened with more than a part": ["aggregate", ONE, [], [[1, 1, 1]], []],
+    "aggregate: trials not increasing": ["aggregate", ONE, [], [], [[TWO, ONE], [ONE, TWO]]],
+    "aggregate: trials repeated": ["aggregate", ONE, [], [], [[ONE, ONE], [ONE, TWO]]],
     "report: sums NaN": ["report", [NAN], [1.0], [], []],
     "report: sums infinite": ["report", [INFINITY], [1.0], [], []],
     "report: sums negative infinite": ["report", [-INFINITY], [1.0], [], []],
@@ -473,7 +527,9 @@ REFUSED_BODIES: dict[str, list[Any]] = {
     "report: lacking not increasing": ["report", [0.0] * 3, [0.0] * 3, [2, 1], []],
     "report: lacking repeated": ["report", [0.0] * 3, [0.0] * 3, [1, 1], []],
     "report: lacking no such part": ["report", [0.0] * 3, [0.0] * 3, [3], []],
-    "report: lacking where there are no parts": ["report", [], [], [0], []],
+    "report: lacking not increasing, of a validator": ["report", [], [], [2, 1], []],
+    "report: lacking repeated, of a validator": ["report", [], [], [1, 1], []],
+    "report: lacking no part of any roster": ["report", [], [], [256], []],
     "report: more sums for a part than there are projections": ["report", [0.0] * 9, [0.0], [], []],
     "report: sums without norms": ["report", [1.0], [], [], []],
     "report: a lacking part with a sum": ["report", [1.0], [0.0], [0], []],
@@ -488,27 +544,48 @@ REFUSED_BODIES: dict[str, list[Any]] = {
     "confirm: joins repeated": ["confirm", ONE, [], [ONE, ONE], False],
     "confirm: leaving 0": ["confirm", ONE, [], [], 0],
     "confirm: leaving 1": ["confirm", ONE, [], [], 1],
-    "vote: ballots not increasing": ["vote", [[TWO, "guilty"], [ONE, "guilty"]]],
-    "vote: ballots repeated": ["vote", [[ONE, "guilty"], [ONE, "guilty"]]],
-    "vote: two ballots on one case": ["vote", [[ONE, "guilty"], [ONE, "innocent"]]],
-    "abort: nobody": ["abort", []],
-    "abort: not increasing": ["abort", [TWO, ONE]],
-    "abort: repeated": ["abort", [ONE, ONE]],
-    "timeout: nobody": ["timeout", []],
-    "timeout: not increasing": ["timeout", [ONE, THREE, TWO]],
-    "timeout: repeated": ["timeout", [ONE, TWO, TWO]],
-    "outcome: values not increasing": ["outcome", [[1, ONE, [TWO, ONE]]], []],
-    "outcome: values repeated": ["outcome", [[1, ONE, [ONE, ONE]]], []],
-    "outcome: three values": ["outcome", [[1, ONE, [ONE, TWO, THREE]]], []],
-    "outcome: no such phase": ["outcome", [[0, ONE, []]], []],
-    "outcome: a phase too many": ["outcome", [[11, ONE, []]], []],
-    "outcome: two outcomes of one slot": ["outcome", [[1, ONE, []], [1, ONE, [TWO]]], []],
-    "outcome: owners not increasing": ["outcome", [[1, TWO, []], [1, ONE, []]], []],
-    "outcome: phases not increasing": ["outcome", [[2, ONE, []], [1, TWO, []]], []],
-    "outcome: out not increasing": ["outcome", [], [TWO, ONE]],
-    "outcome: out repeated": ["outcome", [], [TWO, TWO]],
+    "vote: ballots not increasing": ["vote", [[TWO, "guilty"], [ONE, "guilty"]], []],
+    "vote: ballots repeated": ["vote", [[ONE, "guilty"], [ONE, "guilty"]], []],
+    "vote: two ballots on one case": ["vote", [[ONE, "guilty"], [ONE, "innocent"]], []],
+    "vote: unopened not increasing": ["vote", [], [[2, 1], [1, 2]]],
+    "vote: unopened repeated": ["vote", [], [[1, 2], [1, 2]]],
+    "vote: unopened with more than a part": ["vote", [], [[1, 1, 1]]],
+    "seal: no view": ["seal", None],
+    "abort: nobody": ["abort", [], ONE],
+    "abort: not increasing": ["abort", [TWO, ONE], ONE],
+    "abort: repeated": ["abort", [ONE, ONE], ONE],
+    "abort: no view": ["abort", [ONE], None],
+    "timeout: nobody": ["timeout", [], 0, None],
+    "timeout: not increasing": ["timeout", [ONE, THREE, TWO], 0, None],
+    "timeout: repeated": ["timeout", [ONE, TWO, TWO], 0, None],
+    "timeout: missing in a later round": ["timeout", [ONE], 1, None],
+    "timeout: missing in the last round": ["timeout", [ONE], 65535, ONE],
+    "timeout: prepared in the first round": ["timeout", [ONE], 0, TWO],
+    "timeout: prepared in the first round, and nobody missing": ["timeout", [], 0, TWO],
+    "timeout: a round before the first": ["timeout", [], -1, None],
+    "timeout: a round too many": ["timeout", [], 65536, None],
+    "endorsement: a round before the first": ["endorsement", -1, ONE],
+    "endorsement: a round too many": ["endorsement", 65536, ONE],
+    "outcome: values not increasing": outcome([[1, ONE, [TWO, ONE]]]),
+    "outcome: values repeated": outcome([[1, ONE, [ONE, ONE]]]),
+    "outcome: three values": outcome([[1, ONE, [ONE, TWO, THREE]]]),
+    "outcome: a height below 0": outcome([[-1, ONE, []]]),
+    "outcome: a height too far": outcome([[1 << 48, ONE, []]]),
+    "outcome: two outcomes of one slot": outcome([[1, ONE, []], [1, ONE, [TWO]]]),
+    "outcome: owners not increasing": outcome([[1, TWO, []], [1, ONE, []]]),
+    "outcome: heights not increasing": outcome([[2, ONE, []], [1, TWO, []]]),
+    "outcome: out not increasing": outcome(out=[TWO, ONE]),
+    "outcome: out repeated": outcome(out=[TWO, TWO]),
+    "outcome: late not increasing": outcome(late=[TWO, ONE]),
+    "outcome: late repeated": outcome(late=[TWO, TWO]),
+    "outcome: a round before the first": outcome(round_=-1),
+    "outcome: a round too many": outcome(round_=65536),
+    "outcome: final 1": outcome(final=1),
+    "outcome: stands 0": outcome(stands=0),
+    "outcome: no view": outcome(view=None),
     "opening: part 256": ["opening", 256, ONE, []],
     "opening: path of 9": ["opening", 0, ONE, [ONE] * 9],
+    "trial: no parts": ["trial", None],
     "join: a platform that moves the cursor": ["join", ONE, "\x1b[2J"],
     "join: a platform of two lines": ["join", ONE, "cpu\n2026-01-01 banned: somebody"],
     "join: a platform with a letter outside ASCII": ["join", ONE, "x86\u202e46"],
@@ -522,14 +599,49 @@ REFUSED_MESSAGES: dict[str, list[Any]] = {
     "aggregatechunk: starts behind its end": ["aggregatechunk", *HERE, 0, 10, (1 << 48) - 1, b""],
     "statechunk: beyond its size": ["statechunk", STEP, 10, 1, bytes(10)],
     "statechunk: starts behind its end": ["statechunk", STEP, 0, 1, b""],
-    "pullmessages: none": ["pullmessages", []],
-    "pullmessages: a slot repeated": ["pullmessages", [[1, 0, 1, ONE]] * 2],
-    "pullmessages: slots not increasing": ["pullmessages", [[1, 0, 2, ONE], [1, 0, 1, ONE]]],
-    "accusation: a rule that is not voted on": ["accusation", "V2", *unpack("Accusation.report")[2:]],
-    "accusation: a rule that has a proof": ["accusation", "E1", *unpack("Accusation.report")[2:]],
-    "accusation: no such rule": ["accusation", "V9", *unpack("Accusation.report")[2:]],
-    "accusation: parts not increasing": [*unpack("Accusation.report")[:5], [2, 1], *unpack("Accusation.report")[6:]],
-    "accusation: parts repeated": [*unpack("Accusation.report")[:5], [1, 1], *unpack("Accusation.report")[6:]],
+    "gossip: a relay of nothing": ["gossip", HEIGHT, 0, [["relay", [], []]]],
+    "gossip: a relay without its name": ["gossip", HEIGHT, 0, [unpack("Gossip")[3][0][1:]]],
+    "gossip: a message outside a relay": ["gossip", HEIGHT, 0, [unpack("Signed.Seal")]],
+    "gossip: a height below 0": ["gossip", -1, 0, []],
+    "gossip: a round too many": ["gossip", HEIGHT, 65536, []],
+    "alarm: a height too far": ["alarm", 1 << 48, 0, []],
+    "alarm: a round before the first": ["alarm", HEIGHT, -1, []],
+    "alarm: a relay for evidence": ["alarm", HEIGHT, 0, unpack("Gossip")[3]],
+    "chain: a link with a name": ["chain", [["link", b"view", []]]],
+    "chain: a link without messages": ["chain", [[b"view"]]],
+    "pullmessages: of nobody": ["pullmessages", HEIGHT, []],
+    "pullmessages: a sender repeated": ["pullmessages", HEIGHT, [ONE, ONE]],
+    "pullmessages: senders not increasing": ["pullmessages", HEIGHT, [TWO, ONE]],
+    "pullmessages: a height below 0": ["pullmessages", -1, [ONE]],
+    "pullmessages: a height too far": ["pullmessages", 1 << 48, [ONE]],
+    "pullchain: a height below 0": ["pullchain", -1],
+    "pullchain: a height too far": ["pullchain", 1 << 48],
+    "accusation: a rule that is not voted on": accusation(V1, rule="V2"),
+    "accusation: a rule that has a proof": accusation(V1, rule="E1"),
+    "accusation: no such rule": accusation(V1, rule="V9"),
+    "accusation: parts not increasing": accusation(V1, parts=[1, 0]),
+    "accusation: parts repeated": accusation(V1, parts=[1, 1]),
+    "accusation: sums NaN": accusation(V1, sums=[0.0, NAN]),
+    "accusation: sums infinite": accusation(V1, sums=[INFINITY, 0.0]),
+    "accusation: norms NaN": accusation(V1, norms=[0.0, NAN]),
+    "accusation: norms infinite": accusation(V1, norms=[INFINITY, 0.0]),
+    "accusation: V1 with no norms": accusation(V1, norms=[]),
+    "accusation: V1 with a norm too few": accusation(V1, norms=[1.0]),
+    "accusation: V1 with a norm too many": accusation(V1, norms=[1.0] * 3),
+    "accusation: V1 with no sums": accusation(V1, sums=[]),
+    "accusation: V1 with a sum too few": accusation(V1, sums=[1.0]),
+    "accusation: V1 with sums that do not divide": accusation(V1, sums=[1.0] * 3),
+    "accusation: V1 with a report of fewer parts": accusation(V1, parts=[0]),
+    "accusation: V1 that is really V4": accusation(V1, rule="V4"),
+    "accusation: V1 that is really E4": accusation(V1, rule="E4"),
+    "accusation: V1 without a report": accusation(V1, report=None),
+    "accusation: V1 without parts": accusation(V1, parts=[], sums=[], norms=[]),
+    "accusation: V4 that is really V1": accusation(V4, rule="V1"),
+    "accusation: V4 with sums": accusation(V4, sums=[1.0]),
+    "accusation: V4 with norms": accusation(V4, norms=[1.0]),
+    "accusation: E4 without parts": accusation(E4, parts=[]),
+    "accusation: E4 with sums": accusation(E4, sums=[1.0]),
+    "accusation: E4 with norms": accusation(E4, norms=[1.0]),
 }
 
 
@@ -543,9 +655,52 @@ def test_a_message_that_makes_no_sense_is_refused(raw: list[Any]) -> None:
     assert_malformed(decode_message, pack(raw))
 
 
+# Close to what is refused above, and fine.
+ALLOWED_BODIES: dict[str, list[Any]] = {
+    "aggregate: missing and unopened": ["aggregate", None, [0], [[0, 0]], []],
+    "aggregate: unopened that grows in the owner alone": ["aggregate", ONE, [], [[0, 255], [1, 0]], []],
+    "aggregate: unopened that grows in the part alone": ["aggregate", ONE, [], [[1, 0], [1, 1]], []],
+    "report: nothing": ["report", [], [], [], []],
+    "report: lacking, of a validator": ["report", [], [], [0, 255], []],
+    "report: all lacking": ["report", [0.0] * 2, [0.0] * 2, [0, 1], []],
+    "vote: on nothing": ["vote", [], []],
+    "vote: unopened alone": ["vote", [], [[1, 1]]],
+    "timeout: a later round": ["timeout", [], 1, None],
+    "timeout: a later round, prepared": ["timeout", [], 65535, ONE],
+    "outcome: empty": outcome(),
+    "outcome: one member in a slot, out and late": outcome([[1, ONE, []]], [ONE], [ONE]),
+    "outcome: heights that grow while owners do not": outcome([[1, TWO, []], [2, ONE, []]]),
+    "outcome: heights far apart": outcome([[0, ONE, []], [(1 << 48) - 1, ONE, []]]),
+}
+ALLOWED_MESSAGES: dict[str, list[Any]] = {
+    "gossip: nothing": ["gossip", 0, 0, []],
+    "alarm: nothing": ["alarm", (1 << 48) - 1, 65535, []],
+    "chain: nothing": ["chain", []],
+    "chain: an empty view": ["chain", [[b"", []]]],
+    "pullmessages: of one": ["pullmessages", 0, [ONE]],
+    "accusation: V1 with one projection": accusation(V1, sums=[1.0] * 2),
+    "accusation: V1 with all projections": accusation(V1, sums=[1.0] * 2 * m.MAX_PROJECTIONS),
+    "accusation: V4 with a report": accusation(V4, report=V1[7]),
+    "accusation: V4 with parts": accusation(V4, parts=[0, 255]),
+    "accusation: E4 with a report": accusation(E4, report=V1[7]),
+}
+
+
+@pytest.mark.parametrize("raw", ALLOWED_BODIES.values(), ids=ALLOWED_BODIES)
+def test_a_body_close_to_nonsense_is_accepted(raw: list[Any]) -> None:
+    assert encode(decode_body(pack(raw))) == pack(raw)
+
+
+@pytest.mark.parametrize("raw", ALLOWED_MESSAGES.values(), ids=ALLOWED_MESSAGES)
+def test_a_message_close_to_nonsense_is_accepted(raw: list[Any]) -> None:
+    assert encode(decode_message(pack(raw))) == pack(raw)
+
+
 MISUSES: dict[str, Callable[[], Any]] = {
-    "either a result": lambda: m.Aggregate(None, ()),
-    "missing: not increasing": lambda: m.Aggregate(None, (1, 1)),
+    "either a result": lambda: m.Aggregate(None, (), (), ()),
+    "missing: not increasing": lambda: m.Aggregate(None, (1, 1), (), ()),
+    "unopened: not increasing": lambda: m.Aggregate(ONE, (), ((1, 1), (1, 1)), ()),
+    "trials: not increasing": lambda: m.Aggregate(ONE, (), (), (m.Listed(ONE, ONE), m.Listed(ONE, TWO))),
     "sums: not finite": lambda: m.Report((NAN,), (0.0,), (), ()),
     "norms: negative": lambda: m.Report((0.0,), (-1.0,), (), ()),
     "sums: not a multiple": lambda: m.Report((0.0,) * 3, (0.0,) * 2, (), ()),
@@ -555,17 +710,26 @@ MISUSES: dict[str, Callable[[], Any]] = {
     "findings: not increasing": lambda: m.Report((), (), (), (m.Finding(ONE, Verdict.GUILTY),) * 2),
     "accusations: repeated": lambda: m.Confirm(ONE, (TWO, TWO), (), False),
     "joins: not increasing": lambda: m.Confirm(ONE, (), (TWO, ONE), False),
-    "ballots: not increasing": lambda: m.Vote((m.Ballot(ONE, Verdict.GUILTY), m.Ballot(ONE, Verdict.INNOCENT))),
-    "culprits: none": lambda: m.Abort(()),
-    "missing: none": lambda: m.Timeout(()),
-    "values: not increasing": lambda: m.SlotOutcome(Phase.COMMIT, ONE, (TWO, ONE)),
-    "slots: not increasing": lambda: m.Outcome((m.SlotOutcome(Phase.COMMIT, ONE, ()),) * 2, ()),
-    "out: not increasing": lambda: m.Outcome((), (TWO, ONE)),
+    "ballots: not increasing": lambda: m.Vote((m.Ballot(ONE, Verdict.GUILTY), m.Ballot(ONE, Verdict.INNOCENT)), ()),
+    "culprits: none": lambda: m.Abort((), VIEW),
+    "missing: none": lambda: m.Timeout((), 0, None),
+    "or in a later round": lambda: m.Timeout((ONE,), 1, None),
+    "prepared: in the first round": lambda: m.Timeout((ONE,), 0, TWO),
+    "values: not increasing": lambda: m.SlotOutcome(1, ONE, (TWO, ONE)),
+    "slots: not increasing": lambda: m.Outcome(0, True, (m.SlotOutcome(1, ONE, ()),) * 2, (), (), True, VIEW),
+    "out: not increasing": lambda: m.Outcome(0, True, (), (TWO, ONE), (), True, VIEW),
+    "late: not increasing": lambda: m.Outcome(0, True, (), (), (TWO, ONE), True, VIEW),
     "platform: not printable": lambda: m.Join(ONE, "\t"),
     "beyond the part": lambda: m.PartChunk(0, 0, ONE, 0, (), 1, 1, b"x"),
     "beyond the aggregate": lambda: m.AggregateChunk(0, 0, 0, 1, 1, b"x"),
     "beyond the state": lambda: m.StateChunk(0, 1, 1, b"x"),
-    "only V1 and V4": lambda: m.Accusation(Rule.STATE, ONE, 0, 0, (), sign(m.Seal()), None),
+    "senders: none": lambda: m.PullMessages(0, ()),
+    "only V1, V4 and E4": lambda: m.Accusation(Rule.STATE, ONE, 0, 0, (), sign(m.Seal(VIEW)), None, (), ()),
+    "sums, norms: not finite": lambda: accuse(COMMIT, REPORT, sums=(NAN,)),
+    "V1: needs a report": lambda: accuse(COMMIT, None),
+    "V1: not the sums and norms": lambda: accuse(COMMIT, REPORT, norms=()),
+    "sums, norms: only with V1": lambda: accuse(COMMIT, None, Rule.GRADIENT, norms=(1.0,)),
+    "E4: needs at least one part": lambda: accuse(COMMIT, None, Rule.MALFORMED, parts=()),
 }
 
 
@@ -581,9 +745,10 @@ COMMIT, REVEAL, REPORT, OPENING = (
     sign(BODIES[name]) for name in ("Commit.contributor", "Reveal", "Report.contributor", "Opening")
 )
 OTHER_COMMIT = sign(BODIES["Commit.validator"])
-# A message of the same content elsewhere: no proof may join the two.
+# Where a message may stand.
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "run": {"run": ONE},
+    "height": {"height": COMMIT.height + 100},
     "step": {"step": STEP + 1},
     "attempt": {"attempt": ATTEMPT + 1},
     "sender": {"sender": BOB.key},
@@ -592,8 +757,9 @@ OTHER_DOMAINS = [domain for domain in Domain if domain is not Domain.AGREED]
 
 
 def accuse(commit: m.Signed, report: m.Signed | None, rule: Rule = Rule.REPORT, **fields: Any) -> m.Accusation:
-    named = {"accused": ALICE.key, "step": STEP, "attempt": ATTEMPT, "parts": (0,)} | fields
-    return m.Accusation(rule, **named, commit=commit, report=report)
+    right = ((0.5,), (1.0,)) if rule is Rule.REPORT else ((), ())
+    named = {"accused": ALICE.key, "step": STEP, "attempt": ATTEMPT, "parts": (0,), "sums": right[0], "norms": right[1]}
+    return m.Accusation(rule, **(named | fields), commit=commit, report=report)
 
 
 # How each proof is made of its two messages, and two that go together.
@@ -603,6 +769,7 @@ PAIRS: dict[str, tuple[Callable[[Any, Any], m.Message], m.Signed, m.Signed]] = {
     "wrong opening": (m.WrongOpening, COMMIT, OPENING),
     "accusation of a report": (accuse, COMMIT, REPORT),
     "accusation of a gradient": (lambda commit, report: accuse(commit, report, Rule.GRADIENT), COMMIT, REPORT),
+    "accusation of parts": (lambda commit, report: accuse(commit, report, Rule.MALFORMED), COMMIT, REPORT),
 }
 every_pair = pytest.mark.parametrize("pair", PAIRS)
 
@@ -622,16 +789,26 @@ def test_messages_that_go_together_form_a_proof(pair: str) -> None:
 @every_pair
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_messages_of_different_places_form_no_proof(pair: str, place: str) -> None:
+    """Equivocation is about one height, whatever else the messages say; the others about one attempt."""
     make, first, second = PAIRS[pair]
-    assert_no_proof(make, change(first, **ELSEWHERE[place]), second)
-    assert_no_proof(make, first, change(second, **ELSEWHERE[place]))
+    for messages in (
+        (change(first, **ELSEWHERE[place]), second),
+        (first, change(second, **ELSEWHERE[place])),
+    ):
+        if place in ({"step", "attempt"} if pair == "equivocation" else {"height"}):
+            make(*messages)
+        else:
+            assert_no_proof(make, *messages)
 
 
 @every_pair
 @pytest.mark.parametrize("domain", OTHER_DOMAINS)
 def test_messages_of_other_domains_form_no_proof(pair: str, domain: Domain) -> None:
     make, first, second = PAIRS[pair]
-    assert_no_proof(make, change(first, domain=domain), second)
+    if domain is Domain.TRIAL and pair.startswith("accusation"):
+        make(change(first, domain=domain), second)  # whoever is on trial can be accused of its commit
+    else:
+        assert_no_proof(make, change(first, domain=domain), second)
     assert_no_proof(make, change(first, domain=domain), change(second, domain=domain))
     if domain is not second.domain:
         assert_no_proof(make, first, change(second, domain=domain))
@@ -642,10 +819,10 @@ def test_an_agreed_message_is_no_opening() -> None:
 
 
 PHASES_OF_SECOND = {
-    "equivocation": {Phase.COMMIT},
     "wrong reveal": {Phase.REVEAL},
     "accusation of a report": {Phase.REPORT, Phase.REPORT_AGAIN},
     "accusation of a gradient": {Phase.REPORT, Phase.REPORT_AGAIN},
+    "accusation of parts": {Phase.REPORT, Phase.REPORT_AGAIN},
 }
 
 
@@ -653,10 +830,10 @@ PHASES_OF_SECOND = {
 @every_pair
 def test_messages_of_other_phases_form_no_proof(pair: str, phase: Phase) -> None:
     make, first, second = PAIRS[pair]
-    if phase is not Phase.COMMIT:
+    if phase is not Phase.COMMIT and pair != "equivocation":
         assert_no_proof(make, change(first, phase=phase), second)
     moved = change(second, phase=phase)
-    if phase in PHASES_OF_SECOND.get(pair, Phase):  # an opening has no phase of its own
+    if phase in PHASES_OF_SECOND.get(pair, Phase):  # equivocation is possible in all, an opening has none of its own
         make(first, moved)
     else:
         assert_no_proof(make, first, moved)
@@ -671,23 +848,52 @@ def test_messages_in_exchanged_places_form_no_proof(pair: str) -> None:
         assert_no_proof(make, second, first)
 
 
-def test_a_message_does_not_contradict_itself() -> None:
+def test_e1_two_signatures_on_one_content_are_no_equivocation() -> None:
     assert_no_proof(m.Equivocation, COMMIT, COMMIT)
-    assert_no_proof(m.Equivocation, COMMIT, change(COMMIT, signature=bytes(64)))
+    for signature in (bytes(64), b"\xff" * 64, REVEAL.signature):
+        assert_no_proof(m.Equivocation, COMMIT, change(COMMIT, signature=signature))
 
 
-def test_two_histories_are_equivocation_and_two_phases_are_not() -> None:
-    m.Equivocation(COMMIT, change(COMMIT, previous=ONE))
-    assert_no_proof(m.Equivocation, REPORT, change(REPORT, phase=Phase.REPORT_AGAIN))
+# Another content of the same sender at the same height. Its labels are part of the content.
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "body": {"body": OTHER_COMMIT.body},
+    "no body": {"body": b""},
+    "previous": {"previous": ONE},
+    "step": {"step": STEP + 1},
+    "attempt": {"attempt": ATTEMPT + 1},
+    "phase": {"phase": Phase.AGGREGATE},
+}
 
 
-def test_equivocation_is_possible_in_every_phase() -> None:
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_e1_two_contents_at_one_height_are_equivocation(name: str) -> None:
+    other = change(COMMIT, **CONTRADICTIONS[name])
+    proof = m.Equivocation(COMMIT, other)
+    assert decode_message(encode(proof)) == proof
+    m.Equivocation(other, COMMIT)
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+@pytest.mark.parametrize("place", ["run", "height", "sender"])
+def test_e1_contents_in_two_slots_or_runs_are_no_equivocation(name: str, place: str) -> None:
+    assert_no_proof(m.Equivocation, COMMIT, change(COMMIT, **CONTRADICTIONS[name], **ELSEWHERE[place]))
+
+
+def test_e1_is_possible_in_every_phase_and_between_any_two() -> None:
     for phase in Phase:
         m.Equivocation(change(COMMIT, phase=phase), change(OTHER_COMMIT, phase=phase))
+        m.Equivocation(COMMIT, change(REVEAL, phase=phase, height=COMMIT.height))
+
+
+def test_e1_what_an_honest_peer_signs_in_an_attempt_is_no_equivocation() -> None:
+    signed = [sign(LARGEST[body], phase=phase) for phase, body in m.BODY_OF_PHASE.items()]
+    for first in signed:
+        for second in signed:
+            assert_no_proof(m.Equivocation, first, second)
 
 
 @pytest.mark.parametrize("field", [{"accused": BOB.key}, {"step": STEP + 1}, {"attempt": ATTEMPT + 1}], ids=str)
-@pytest.mark.parametrize("rule", [Rule.REPORT, Rule.GRADIENT])
+@pytest.mark.parametrize("rule", [Rule.REPORT, Rule.GRADIENT, Rule.MALFORMED])
 def test_a_commit_of_somebody_else_or_of_another_attempt_accuses_nobody(rule: Rule, field: dict[str, Any]) -> None:
     for report in (REPORT, None):
         with pytest.raises(ValueError, match="commit: not of the accused"):
@@ -702,6 +908,50 @@ def test_v1_needs_a_report_and_a_part() -> None:
             accuse(COMMIT, report, parts=parts)
 
 
+def test_v1_says_what_is_right_for_each_of_its_parts() -> None:
+    for parts in ((0,), (3, 200), tuple(range(m.MAX_MEMBERS))):
+        count = len(parts)
+        for projections in (1, 2, m.MAX_PROJECTIONS):
+            accuse(COMMIT, REPORT, parts=parts, sums=(0.5,) * count * projections, norms=(1.0,) * count)
+        for sums, norms in ((0, count), (count, 0), (count + 1, count + 1), (count, count + 1), (2 * count, 2 * count)):
+            with pytest.raises(ValueError, match="V1: not the sums and norms of its parts"):
+                accuse(COMMIT, REPORT, parts=parts, sums=(0.5,) * sums, norms=(1.0,) * norms)
+
+
+def test_v1_has_no_more_sums_than_there_are_projections() -> None:
+    for parts in ((0,), (3, 200)):
+        sums = (0.5,) * len(parts) * (m.MAX_PROJECTIONS + 1)
+        with pytest.raises(ValueError, match="V1: not the sums and norms of its parts"):
+            accuse(COMMIT, REPORT, parts=parts, sums=sums, norms=(1.0,) * len(parts))
+
+
+@pytest.mark.parametrize("norm", [-1.0, -5e-324, -0.0])
+def test_v1_states_no_norm_that_a_report_could_not_hold(norm: float) -> None:
+    with pytest.raises(ValueError, match="norms"):
+        accuse(COMMIT, REPORT, norms=(norm,))
+
+
+@pytest.mark.parametrize("rule", [Rule.GRADIENT, Rule.MALFORMED])
+def test_v4_and_e4_state_no_sums_and_no_norms(rule: Rule) -> None:
+    accuse(COMMIT, REPORT, rule)
+    for wrong in ({"sums": (0.0,)}, {"norms": (0.0,)}, {"sums": (0.0,), "norms": (0.0,)}):
+        with pytest.raises(ValueError, match="only with V1"):
+            accuse(COMMIT, REPORT, rule, **wrong)
+
+
+def test_e4_needs_a_part_and_no_report() -> None:
+    for report in (None, REPORT):
+        accuse(COMMIT, report, Rule.MALFORMED)
+        with pytest.raises(ValueError, match="E4: needs at least one part"):
+            accuse(COMMIT, report, Rule.MALFORMED, parts=())
+
+
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule not in (Rule.REPORT, Rule.GRADIENT, Rule.MALFORMED)])
+def test_what_has_a_proof_or_shows_itself_is_not_voted_on(rule: Rule) -> None:
+    with pytest.raises(ValueError, match="rule: only V1, V4 and E4"):
+        accuse(COMMIT, REPORT, rule)
+
+
 def test_v4_needs_neither_a_report_nor_a_part() -> None:
     for report, parts in ((None, (0,)), (REPORT, ()), (None, ())):
         accuse(COMMIT, report, Rule.GRADIENT, parts=parts)
@@ -712,8 +962,8 @@ UNTIED: dict[str, list[Any]] = {
     "equivocation in two slots": ["equivocation", *(msgspec.msgpack.decode(encode(each)) for each in (COMMIT, REVEAL))],
     "wrong reveal of no reveal": ["wrongreveal", *[msgspec.msgpack.decode(encode(COMMIT))] * 2],
     "wrong opening of no opening": ["wrongopening", *[msgspec.msgpack.decode(encode(COMMIT))] * 2],
-    "accusation of another": [*unpack("Accusation.gradient")[:2], ONE, *unpack("Accusation.gradient")[3:]],
-    "accusation without its report": [*unpack("Accusation.report")[:-1], None],
+    "accusation of another": accusation(V4, accused=ONE),
+    "accusation without its report": accusation(V1, report=None),
 }
 
 
@@ -727,7 +977,7 @@ def test_the_decoder_refuses_messages_that_form_no_proof(raw: list[Any]) -> None
 
 def longest(body: m.Body) -> m.Signed:
     """A signed message with every number as long as it gets. (The signature's length never changes.)"""
-    return change(sign(body), step=(1 << 48) - 1, attempt=(1 << 16) - 1)
+    return change(sign(body), height=(1 << 48) - 1, step=(1 << 48) - 1, attempt=(1 << 16) - 1)
 
 
 def frame_of(message: m.Signed, count: int) -> bytes:
@@ -739,14 +989,27 @@ def one_projection() -> m.Report:
 
 
 def outcome_of(equivocators: int, out: int) -> m.Outcome:
-    """An outcome of two phases for the largest roster: these equivocated in both, the others said one thing."""
+    """An outcome of two heights for the largest roster: these equivocated at both, the others said one thing. All who
+    are not out were late."""
     whole = LARGEST[m.Outcome]
     assert isinstance(whole, m.Outcome)
     slots = [
         slot if index % m.MAX_MEMBERS < equivocators else change(slot, values=slot.values[:1])
         for index, slot in enumerate(whole.slots)
     ]
-    return m.Outcome(tuple(slots), whole.out[:out])
+    return change(whole, slots=tuple(slots), out=whole.out[:out], late=whole.late[out:])
+
+
+def assert_settles(message: m.Signed, count: int) -> None:
+    """So many of a message fit a frame, whatever they travel in: as a certificate, behind a view, as an item."""
+    messages = (message,) * count
+    endorsements = (longest(LARGEST[m.Endorsement]),) * m.MAX_MEMBERS
+    for frame in (
+        encode_frame(m.Certificate(messages)),
+        encode_frame(m.Chain((m.Link(bytes(m.MAX_VIEW), messages),))),
+        encode_frame(m.Gossip((1 << 48) - 1, (1 << 16) - 1, (m.Relay(messages, endorsements),))),
+    ):
+        decode_message(frame[4:])
 
 
 AGREED = [LARGEST[kind] for kind in dict.fromkeys(m.BODY_OF_PHASE.values())]
@@ -756,12 +1019,11 @@ AGREED = [LARGEST[kind] for kind in dict.fromkeys(m.BODY_OF_PHASE.values())]
     "body", [*AGREED, one_projection()], ids=lambda body: f"{type(body).__name__}-{len(encode(body))}"
 )
 def test_a_certificate_of_the_largest_roster_fits_a_frame(body: m.Body) -> None:
-    frame = frame_of(longest(body), m.MAX_MEMBERS)
-    assert len(decode_message(frame[4:]).messages) == m.MAX_MEMBERS  # type: ignore[union-attr]
+    assert_settles(longest(body), m.MAX_MEMBERS)
 
 
 def test_a_majority_of_the_largest_outcomes_fits_a_frame() -> None:
-    frame_of(longest(LARGEST[m.Outcome]), m.MAX_MEMBERS // 2 + 1)
+    assert_settles(longest(LARGEST[m.Outcome]), m.MAX_MEMBERS // 2 + 1)
 
 
 @pytest.mark.parametrize("attackers", [0, 1, 40, 84, (m.MAX_MEMBERS - 1) // 3])
@@ -769,7 +1031,7 @@ def test_a_partition_safe_quorum_of_outcomes_fits_a_frame(attackers: int) -> Non
     """Only attackers equivocate, and no more are out than the attackers and those honest who may be: with one validator
     ``c <= n - 2b - 2``."""
     honest_out = m.MAX_MEMBERS - 2 * attackers - 2
-    frame_of(longest(outcome_of(attackers, attackers + honest_out)), (m.MAX_MEMBERS + attackers) // 2 + 1)
+    assert_settles(longest(outcome_of(attackers, attackers + honest_out)), (m.MAX_MEMBERS + attackers) // 2 + 1)
 
 
 def test_all_of_the_largest_outcomes_do_not_fit_a_frame() -> None:
@@ -778,12 +1040,58 @@ def test_all_of_the_largest_outcomes_do_not_fit_a_frame() -> None:
         frame_of(longest(LARGEST[m.Outcome]), m.MAX_MEMBERS)
 
 
-def test_a_relay_with_all_endorsements_and_a_proof_of_the_longest_bodies_fit_a_frame() -> None:
-    endorsement = longest(LARGEST[m.Endorsement])
-    for body in LARGEST.values():
-        encode_frame(m.Relay(longest(body), (endorsement,) * m.MAX_MEMBERS))
-    first, second = (change(COMMIT, body=bytes([byte]) * m.MAX_BODY) for byte in (0, 1))
+@pytest.mark.parametrize("body", AGREED, ids=lambda body: type(body).__name__)
+def test_an_alarm_of_two_messages_and_those_of_all_members_fits_a_frame(body: m.Body) -> None:
+    encode_frame(m.Alarm((1 << 48) - 1, (1 << 16) - 1, (longest(body),) * (m.MAX_MEMBERS + 2)))
+
+
+def test_an_alarm_of_as_many_timeouts_as_it_holds_fits_a_frame() -> None:
+    encode_frame(m.Alarm((1 << 48) - 1, (1 << 16) - 1, (longest(LARGEST[m.Timeout]),) * 2 * m.MAX_MEMBERS))
+
+
+@pytest.mark.parametrize("body", LARGEST.values(), ids=lambda body: type(body).__name__)
+def test_an_item_of_one_message_with_all_endorsements_fits_a_frame(body: m.Body) -> None:
+    assert_settles(longest(body), 1)
+
+
+def test_all_the_items_of_a_round_with_all_endorsements_do_not_fit_a_frame() -> None:
+    """Why gossip is cut by its bytes, not by its items alone."""
+    item = m.Relay((longest(LARGEST[m.Timeout]),), (longest(LARGEST[m.Endorsement]),) * m.MAX_MEMBERS)
+    with pytest.raises(ValueError, match="frame"):
+        encode_frame(m.Gossip(HEIGHT, 0, (item,) * m.MAX_MEMBERS))
+
+
+def test_as_many_of_the_largest_links_as_a_chain_holds_do_not_fit_a_frame() -> None:
+    """Why a chain is cut by its bytes, not by its links alone."""
+    link = m.Link(bytes(m.MAX_VIEW), (longest(LARGEST[m.Abort]),) * m.MAX_MEMBERS)
+    with pytest.raises(ValueError, match="frame"):
+        encode_frame(m.Chain((link,) * m.MAX_LINKS))
+
+
+def test_proofs_and_accusations_of_the_longest_bodies_fit_a_frame() -> None:
+    first, second = (change(longest(BODIES["Reveal"]), body=bytes([byte]) * m.MAX_BODY) for byte in (0, 1))
     encode_frame(m.Equivocation(first, second))
+    commit, report = change(first, phase=Phase.COMMIT), change(second, phase=Phase.REPORT)
+    parts, right = tuple(range(m.MAX_MEMBERS)), (0.1,) * m.MAX_MEMBERS
+    encode_frame(
+        m.Accusation(
+            Rule.REPORT, ALICE.key, first.step, first.attempt, parts, commit, report, right * m.MAX_PROJECTIONS, right
+        )
+    )
+
+
+def test_a_frame_full_of_small_messages_takes_memory_in_proportion() -> None:
+    small = change(COMMIT, body=b"")
+    count = m.MAX_FRAME // (1000 * len(encode(small)))
+    data = encode(m.Gossip(0, 0, (m.Relay((small,), (small,) * (count - 2)),) * 1000))
+    assert m.MAX_FRAME // 2 < len(data) <= m.MAX_FRAME
+    tracemalloc.start()
+    try:
+        decode_message(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * len(data)
 
 
 # ---- Everything that can be said comes back
@@ -802,8 +1110,11 @@ INDEX = st.integers(0, m.MAX_MEMBERS - 1)
 FINITE = st.floats(allow_nan=False, allow_infinity=False).map(lambda value: value + 0.0)
 VERDICT = st.sampled_from(Verdict)
 SIZE = st.integers(0, (1 << 48) - 1)
+PAIR = st.tuples(INDEX, INDEX)
 COMMON: dict[str, st.SearchStrategy[Any]] = {
+    "height": SIZE,
     "step": SIZE,
+    "round": st.integers(0, (1 << 16) - 1),
     "attempt": st.integers(0, (1 << 16) - 1),
     "phase": st.sampled_from(Phase),
     "domain": st.sampled_from(Domain),
@@ -832,7 +1143,7 @@ def chunks(draw: st.DrawFn, kind: type) -> Any:
 @st.composite
 def reports(draw: st.DrawFn) -> m.Report:
     parts, projections = draw(st.integers(0, 5)), draw(st.integers(0, m.MAX_PROJECTIONS))
-    lacking = draw(increasing(st.sampled_from(range(parts)), most=parts)) if parts else ()
+    lacking = draw(increasing(st.sampled_from(range(parts)), most=parts) if parts else increasing(INDEX))
     sums = [0.0 if index % parts in lacking else draw(FINITE) for index in range(parts * projections)]
     norms = [0.0 if index in lacking else abs(draw(FINITE)) for index in range(parts)]
     findings = [m.Finding(key, draw(VERDICT)) for key in draw(increasing(KEY))]
@@ -841,9 +1152,10 @@ def reports(draw: st.DrawFn) -> m.Report:
 
 @st.composite
 def outcomes(draw: st.DrawFn) -> m.Outcome:
-    slots = draw(increasing(st.tuples(COMMON["phase"], KEY)))
-    values = [m.SlotOutcome(phase, key, draw(increasing(KEY, most=2))) for phase, key in slots]
-    return m.Outcome(tuple(values), draw(increasing(KEY)))
+    slots = draw(increasing(st.tuples(SIZE, KEY)))
+    values = [m.SlotOutcome(height, key, draw(increasing(KEY, most=2))) for height, key in slots]
+    names = {"slots": st.just(tuple(values)), "out": increasing(KEY), "late": increasing(KEY)}
+    return draw(some(m.Outcome, **names, final=st.booleans(), stands=st.booleans()))
 
 
 @st.composite
@@ -852,63 +1164,87 @@ def proofs(draw: st.DrawFn) -> m.Message:
     first = draw(some(m.Signed, domain=st.just(Domain.AGREED), phase=st.just(Phase.COMMIT)))
 
     def follow(phase: Phase, domain: Domain = Domain.AGREED) -> m.Signed:
+        """Another message of this sender in this attempt."""
         other = draw(SIGNED)
-        return change(
-            first, domain=domain, phase=phase, previous=other.previous, body=other.body, signature=other.signature
-        )
+        return change(other, domain=domain, run=first.run, phase=phase, sender=first.sender, **attempt)
 
+    attempt = {"step": first.step, "attempt": first.attempt}
     kind = draw(st.sampled_from((m.Equivocation, m.WrongReveal, m.WrongOpening, m.Accusation)))
     if kind is m.Equivocation:
-        second = follow(Phase.COMMIT)
+        second = change(draw(SIGNED), domain=Domain.AGREED, run=first.run, height=first.height, sender=first.sender)
         assume((first.previous, first.body) != (second.previous, second.body))
         return m.Equivocation(first, second)
     if kind is m.WrongReveal:
         return m.WrongReveal(first, follow(Phase.REVEAL))
     if kind is m.WrongOpening:
         return m.WrongOpening(first, follow(draw(st.sampled_from(Phase)), Domain.OPENING))
-    rule = draw(st.sampled_from((Rule.REPORT, Rule.GRADIENT)))
-    parts = draw(increasing(INDEX, least=int(rule is Rule.REPORT)))
+    rule = draw(st.sampled_from((Rule.REPORT, Rule.GRADIENT, Rule.MALFORMED)))
+    parts = draw(increasing(INDEX, least=int(rule is not Rule.GRADIENT)))
     report = follow(draw(st.sampled_from((Phase.REPORT, Phase.REPORT_AGAIN))))
-    absent = rule is Rule.GRADIENT and draw(st.booleans())
-    return m.Accusation(rule, first.sender, first.step, first.attempt, parts, first, None if absent else report)
+    absent = rule is not Rule.REPORT and draw(st.booleans())
+    sums, norms = draw(right_of(len(parts))) if rule is Rule.REPORT else ((), ())
+    return m.Accusation(
+        rule, first.sender, first.step, first.attempt, parts, first, None if absent else report, sums, norms
+    )
 
 
+def right_of(parts: int) -> st.SearchStrategy[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Sums and norms for so many parts."""
+    sums = st.integers(1, m.MAX_PROJECTIONS).flatmap(lambda count: st.tuples(*[FINITE] * parts * count))
+    return st.tuples(sums, st.tuples(*[FINITE.map(abs)] * parts))
+
+
+LISTED = st.builds(lambda keys: tuple(m.Listed(key, ONE) for key in keys), increasing(KEY))
 BODY = st.one_of(
     some(m.Commit, parts=st.none() | KEY),
-    some(m.Aggregate, missing=st.just(())),
-    some(m.Aggregate, result=st.none(), missing=increasing(INDEX, least=1)),
+    some(m.Aggregate, missing=st.just(()), unopened=increasing(PAIR), trials=LISTED),
+    some(
+        m.Aggregate,
+        result=st.none(),
+        missing=increasing(INDEX, least=1),
+        unopened=increasing(PAIR),
+        trials=LISTED,
+    ),
     some(m.Reveal),
     reports(),
     some(m.Confirm, accusations=increasing(KEY), joins=increasing(KEY), leaving=st.booleans()),
     increasing(KEY).flatmap(
         lambda cases: some(
-            m.Vote, ballots=st.tuples(*(some(m.Ballot, case=st.just(c), verdict=VERDICT) for c in cases))
+            m.Vote,
+            ballots=st.tuples(*(some(m.Ballot, case=st.just(c), verdict=VERDICT) for c in cases)),
+            unopened=increasing(PAIR),
         )
     ),
     some(m.Seal),
     some(m.Abort, culprits=increasing(KEY, least=1)),
-    some(m.Timeout, missing=increasing(KEY, least=1)),
+    some(m.Timeout, missing=increasing(KEY, least=1), round=st.just(0), prepared=st.none()),
+    some(m.Timeout, missing=st.just(()), round=st.integers(1, (1 << 16) - 1), prepared=st.none() | KEY),
     some(m.Endorsement),
     outcomes(),
     some(m.Opening),
+    some(m.Trial),
     some(m.Join, platform=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=256)),
 )
 SIGNED = some(m.Signed)
 SIGNEDS = st.lists(SIGNED, max_size=3).map(tuple)
+RELAY = some(m.Relay, messages=st.lists(SIGNED, min_size=1, max_size=2).map(tuple), endorsements=SIGNEDS)
+LINK = some(m.Link, view=st.binary(max_size=100), messages=SIGNEDS)
 MESSAGE = st.one_of(
     SIGNED,
     chunks(m.PartChunk),
     chunks(m.AggregateChunk),
     chunks(m.StateChunk),
-    some(m.Relay, message=SIGNED, endorsements=SIGNEDS),
+    some(m.Gossip, items=st.lists(RELAY, max_size=2).map(tuple)),
+    some(m.Alarm, evidence=SIGNEDS),
     some(m.Manifest, text=st.binary(max_size=300)),
     some(m.Certificate, messages=SIGNEDS),
-    some(m.PullMessages, slots=increasing(some(m.Slot), least=1)),
+    some(m.Chain, links=st.lists(LINK, max_size=2).map(tuple)),
+    some(m.PullMessages, senders=increasing(KEY, least=1)),
     some(m.PullPart),
     some(m.PullAggregate),
     some(m.PullState),
     some(m.PullProof),
-    some(m.PullCertificate),
+    some(m.PullChain),
     some(m.PullManifest),
     some(m.MalformedBody, message=SIGNED),
     proofs(),

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from examples import BODIES, BODY_TYPES, MESSAGE_TYPES, MESSAGES, SIGNED
+from examples import BODIES, BODY_TYPES, MESSAGE_TYPES, MESSAGES, NAMED_TYPES, SIGNED
 
 from phalanx.core.codec import FrameReader, decode_body, decode_message, encode
 from phalanx.core.crypto import Domain, Identity, is_usable_key, parse_peer_id, verify_signature
@@ -81,7 +81,7 @@ def test_every_type_of_message_has_a_vector() -> None:
 
 def test_every_type_and_every_digest_is_in_the_readme() -> None:
     page = (HERE / "README.md").read_text(encoding="utf-8")
-    for kind in (*BODY_TYPES, *MESSAGE_TYPES):
+    for kind in NAMED_TYPES:
         assert f"\n| `{kind.__name__.lower()}` |" in page
     for domain in Domain:
         assert f"`{domain}`" in page
@@ -180,7 +180,7 @@ def header(length: int, *forms: tuple[int, int]) -> bytes:
 def plain(value: Any) -> Any:
     """A message as plain lists and values."""
     if isinstance(value, msgspec.Struct):
-        named = [type(value).__name__.lower()] if type(value) in (*BODY_TYPES, *MESSAGE_TYPES) else []
+        named = [type(value).__name__.lower()] if type(value) in NAMED_TYPES else []
         return named + [plain(getattr(value, field)) for field in value.__struct_fields__]
     if isinstance(value, tuple):
         return [plain(item) for item in value]
@@ -204,7 +204,8 @@ def test_a_frame_follows_from_the_readme() -> None:
 def test_signed_messages_follow_from_the_readme(name: str) -> None:
     _, domain, *content, signature = plain(SIGNED[name])
     body = VECTORS[name.removeprefix("Signed.")]
-    assert content == [RUN, 1234, 2, content[3], ALICE.public_key().public_bytes_raw(), PREVIOUS, body]
+    phase = content[4]
+    assert content == [RUN, 12340 + phase, 1234, 2, phase, ALICE.public_key().public_bytes_raw(), PREVIOUS, body]
     signed = b"phalanx/1/" + domain.encode() + b"\x00" + pack(content)
     assert signature == ALICE.sign(signed) == SIGNATURES[f"{name}.signature"]
     assert digest("message", domain.encode(), pack(content)) == SIGNATURES[f"{name}.digest"]

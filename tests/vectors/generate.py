@@ -150,6 +150,8 @@ def describe(kind: inspect.Type) -> str:
             return f"{least or 0} to {most} characters"
         case inspect.VarTupleType(item_type=item, min_length=least, max_length=most):
             return f"{least or 0} to {most} of ({describe(item)})"
+        case inspect.TupleType(item_types=items):
+            return " and ".join(describe(item) for item in items)
         case inspect.IntType(ge=least, lt=beyond, le=most):
             return f"whole number {least} to {most if beyond is None else beyond - 1}"
         case inspect.EnumType(cls=names):
@@ -167,7 +169,7 @@ def structs_in(kind: inspect.Type) -> list[inspect.StructType]:
             return [kind]
         case inspect.VarTupleType(item_type=item):
             return structs_in(item)
-        case inspect.UnionType(types=types):
+        case inspect.UnionType(types=types) | inspect.TupleType(item_types=types):
             return [struct for each in types for struct in structs_in(each)]
     return []
 

@@ -18,8 +18,9 @@ starting point or a history. (Where rows lie on a line there can be a segment of
    ``A - sum_clipped a_i f_i f_i'`` with ``A = sum a_i`` and ``f_i`` the unit vector from ``v`` to ``g_i``, and its
    Newton step lies in the span of the rows: an ``n x n`` system. A bisection along the step keeps it safe.
 
-Everything here works on a batch of Gram matrices at once, and on each as if it were alone. How exact the matrices
-are, and what follows for the result, is the business of ``clipping.py``.
+Everything here works on a batch of Gram matrices at once, and on each as if it were alone; but for ``solve_short``,
+which takes the rows of one small stack. How exact the matrices are, and what follows for the result, is the business of
+``clipping.py``.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _NEWTON_ROUNDS = 100
 _PATIENCE = 15  # Newton rounds without a smaller residual, before we conclude that rounding forbids it
 _SMALL = 1e-3  # a slope or residual that a step has shrunk so far needs no better length
 _BISECTIONS = 60
+_SHORT_ROUNDS = 20
+_FAR, _LARGEST_TO_SQUARE = 1e8, 1e140  # numbers up to which that does: over tau, and in all
 TINY = 1e-300  # nothing is divided by less
 # A smaller radius is taken for the least, which no two float32 rows that differ are within; a larger one is the mean.
 LEAST_RADIUS, LARGEST_RADIUS = 1e-60, 1e300
@@ -58,8 +61,7 @@ def find_medoids(matrices: Array, tau: float, prior: Array) -> Rows:
     half = (weight >= 0.5 * weight[:, -1:]).argmax(axis=1)[:, None]
     central = np.take_along_axis(np.take_along_axis(distances, order, axis=1), half, axis=1).min(axis=(1, 2))
     distances = np.minimum(distances, (1e12 * central + tau)[:, None, None])
-    inside = np.minimum(distances, tau)
-    loss = np.matmul(prior[:, None, :], inside * (distances - 0.5 * inside))
+    loss = np.matmul(prior[:, None, :], _losses(distances, tau))
     best: Rows = loss[:, 0].argmin(axis=1)
     return best
 
@@ -148,6 +150,58 @@ def solve_balance(matrices: Array, base: Rows, start: Array, tau: float, prior: 
     return weights, point, rounds
 
 
+def solve_short(rows: Array, tau: float, prior: Array) -> tuple[Array, Array, float, int] | None:
+    """Weights, distances, residual and rounds of one stack of few short rows; None leaves it to :func:`solve_balance`.
+
+    Calls cost more than arithmetic here, so there are as few as will do: ``v`` itself is at hand, no Gram matrix loses
+    digits, and Newton's steps are taken whole. That is safe because the loss is convex: where the residual vanishes, it
+    is least. The residual includes what rounding may add to it.
+    """
+    if not max(float(rows.max()), -float(rows.min())) <= min(_FAR * tau, _LARGEST_TO_SQUARE):  # or not a number
+        return None
+    squares = np.vecdot(rows, rows)
+    between = np.sqrt(np.maximum(squares[:, None] + squares - 2 * (rows @ rows.T), 0))
+    losses = _losses(between, tau) @ prior
+    base = int(losses.argmin())
+    about, total, before = rows - rows[base], float(prior.sum()), math.inf
+    pulls, jumped = prior * (tau / np.maximum(between[base], tau)), False
+    for rounds in range(1, _SHORT_ROUNDS):
+        weights = pulls / pulls.sum()
+        v = np.dot(weights, about)
+        y = about - v
+        distances = np.sqrt(np.vecdot(y, y))
+        pulls = prior * (tau / np.maximum(distances, tau))
+        error = np.dot(pulls, y)
+        residual = math.sqrt(error @ error)
+        if residual <= AIM * tau * total:
+            break
+        if rounds > _FIRST_ROUNDS and residual > _QUICK * before:
+            y -= np.dot(_newton_weights(y @ y.T, distances, pulls, pulls.sum(), tau), y)
+            pulls, jumped = prior * (tau / np.maximum(np.sqrt(np.vecdot(y, y)), tau)), True
+        before = residual
+    else:
+        return None
+    rounding = 2e-12 * float(pulls @ distances) + 2e-15 * math.sqrt(v @ v) * float(pulls.sum())
+    astray = jumped and float(_losses(distances, tau) @ prior) > float(losses[base])  # far out all is nearly flat
+    if astray or _may_be_on_a_line(y, distances, tau, prior):
+        return None
+    return weights, distances, residual + rounding, rounds
+
+
+def _losses(distances: Array, tau: float) -> Array:
+    inside = np.minimum(distances, tau)
+    losses: Array = inside * (distances - 0.5 * inside)
+    return losses
+
+
+def _may_be_on_a_line(y: Array, distances: Array, tau: float, prior: Array) -> bool:
+    """Whether every row is clipped and all lie on one line through ``v``: other points may be in balance then."""
+    if distances.min() < (1 - 1e-6) * tau and (distances[prior > 0] < (1 - 1e-6) * tau).any():
+        return False
+    nearest = int(distances.argmin())
+    return bool(((np.abs(y @ y[nearest]) >= (1 - 1e-9) * distances[nearest] * distances) | (prior == 0)).all())
+
+
 def _newton(problem: Problem, point: Point, aim: Array) -> tuple[Point, int]:
     """Newton's method on the stacks that have not converged, each step cut or stretched to where the loss is least.
 
@@ -177,15 +231,21 @@ def _newton_step(problem: Problem, point: Point) -> Array:
     reads ``A t_i - a_i (F t)_i = a_i f_i`` for a clipped row, and ``A t_i = a_i f_i`` for any other.
     """
     products = _products_about(problem, point)
-    scale = np.maximum(point.distances, problem.tau)
-    cosines = np.clip(products / scale[:, :, None] / scale[:, None, :], -1, 1)
-    clipped = point.distances > problem.tau
-    # A hair of damping: where all rows lie on a line and are clipped, the loss is piecewise linear, the Hessian zero.
-    hessian = (1 + 1e-12) * point.total[:, None, None] * np.eye(cosines.shape[1])
-    hessian = hessian - np.where(clipped, point.pulls, 0)[:, :, None] * cosines
-    x = _solve_each(hessian, point.pulls * scale) / scale
+    x = _newton_weights(products, point.distances, point.pulls, point.total, problem.tau)
     step: Array = x * problem.sizes - x.sum(axis=1, keepdims=True) * point.c
     return step
+
+
+def _newton_weights(products: Array, distances: Array, pulls: Array, total: Array, tau: float) -> Array:
+    """The ``x_i``, for one stack or for many, from ``<g_i - v, g_j - v>``, ``|g_i - v|``, ``a_i`` and ``A``."""
+    scale = np.maximum(distances, tau)
+    cosines = products / scale[..., :, None] / scale[..., None, :]
+    np.minimum(np.maximum(cosines, -1, out=cosines), 1, out=cosines)
+    # A hair of damping: where all rows lie on a line and are clipped, the loss is piecewise linear, the Hessian zero.
+    hessian = (1 + 1e-12) * total[..., None, None] * np.eye(cosines.shape[-1])
+    hessian -= (pulls * (distances > tau))[..., :, None] * cosines
+    weights: Array = _solve_each(hessian, pulls * scale) / scale
+    return weights
 
 
 def _products_about(problem: Problem, point: Point) -> Array:
@@ -199,10 +259,10 @@ def _products_about(problem: Problem, point: Point) -> Array:
 def _solve_each(systems: Array, sides: Array) -> Array:
     """Solutions of the linear systems; zero for a singular one."""
     try:
-        solutions: Array = np.linalg.solve(systems, sides[:, :, None])[:, :, 0].astype(np.float64, copy=False)
+        solutions: Array = np.linalg.solve(systems, sides[..., None])[..., 0].astype(np.float64, copy=False)
         return solutions
     except np.linalg.LinAlgError:
-        if len(systems) == 1:
+        if systems.ndim == 2 or len(systems) == 1:
             return np.zeros_like(sides)
         each = zip(systems, sides, strict=True)
         return np.concatenate([_solve_each(system[None], side[None]) for system, side in each])

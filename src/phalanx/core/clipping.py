@@ -12,6 +12,7 @@ larger than everyone else, or ``tau`` a millionth of the spread.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from phalanx.core.balance import (
     Rows,
     find_medoids,
     solve_balance,
+    solve_short,
 )
 from phalanx.core.gram import MOST_ROWS_TO_GUESS, Gram, combine, compute_gram, make_wide
 
@@ -41,6 +43,7 @@ _ROUNDING_SHARE = 0.5
 _RECENTRINGS = 4
 _MOVING_ERROR = 4e-15
 _TOGETHER = 4096  # stacks that a GPU takes at once
+_SHORT_ROWS, _SHORT_NUMBERS = 64, 1 << 15  # up to here the calls cost more than the arithmetic
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -71,30 +74,49 @@ def centered_clip(parts: Tensor, tau: float, weights: Tensor | None = None) -> C
 
     Raises ``ValueError`` or ``TypeError``, naming the argument, if one is empty, misshapen, non-finite or out of range.
     """
-    stacks, tau, prior = _checked(parts, tau, weights)
-    with torch.no_grad():
-        # A GPU wants all stacks at once. Either way each is solved as if it were alone, to the last bit.
-        together = _TOGETHER if parts.is_cuda else 1
-        groups = [slice(start, start + together) for start in range(0, len(stacks), together)]
-        results = [_clip_stacks(stacks[group], tau, prior[group], group.start) for group in groups]
-    result = results[0] if len(results) == 1 else _concatenate(results)
-    if parts.ndim == 3:
-        return result
-    return Clipped(result.aggregate[0], result.weights[0], result.distances[0], result.residual[0], result.iterations)
+    rows, tau, prior = _checked(parts, tau, weights)
+    if not parts.is_cuda:
+        if parts.ndim == 2:
+            return _clip_stack(rows, tau, prior[0], 0)
+        return _join([_clip_stack(stack, tau, prior[index], index) for index, stack in enumerate(rows)], torch.stack)
+    # A GPU wants all stacks at once. Either way each is solved as if it were alone, to the last bit.
+    stacks = rows.reshape((-1, *rows.shape[-2:]))
+    groups = [slice(start, start + _TOGETHER) for start in range(0, len(stacks), _TOGETHER)]
+    results = [_clip_stacks(stacks[group], tau, prior[group], group.start) for group in groups]
+    result = results[0] if len(results) == 1 else _join(results, torch.cat)
+    return result if parts.ndim == 3 else _get_only(result)
 
 
-def _concatenate(results: list[Clipped]) -> Clipped:
+def _clip_stack(rows: Tensor, tau: float, prior: Array, number: int) -> Clipped:
+    """One stack on the host; one of few short rows in the shortest way, unless it needs more care."""
+    if len(prior) <= _SHORT_ROWS and rows.numel() <= _SHORT_NUMBERS:
+        wide = rows.to(torch.float64, memory_format=torch.contiguous_format, copy=True).numpy()
+        scale = float(prior.max())
+        found = solve_short(wide, tau, prior / scale)
+        if found is not None and found[2] * scale <= _ROUNDING_SHARE * PROMISE * tau * float(prior.sum()):
+            weights, distances, residual, rounds = found
+            aggregate = torch.from_numpy(np.dot(weights, wide)).to(rows.dtype)
+            bound = torch.from_numpy(np.array(residual * scale))
+            return Clipped(aggregate, torch.from_numpy(weights), torch.from_numpy(distances), bound, rounds)
+    return _get_only(_clip_stacks(rows[None], tau, prior[None], number))
+
+
+def _get_only(batch: Clipped) -> Clipped:
+    return Clipped(batch.aggregate[0], batch.weights[0], batch.distances[0], batch.residual[0], batch.iterations)
+
+
+def _join(results: list[Clipped], join: Callable[[list[Tensor]], Tensor]) -> Clipped:
     return Clipped(
-        torch.cat([result.aggregate for result in results]),
-        torch.cat([result.weights for result in results]),
-        torch.cat([result.distances for result in results]),
-        torch.cat([result.residual for result in results]),
+        join([result.aggregate for result in results]),
+        join([result.weights for result in results]),
+        join([result.distances for result in results]),
+        join([result.residual for result in results]),
         sum(result.iterations for result in results),
     )
 
 
 def _checked(parts: Tensor, tau: float, weights: Tensor | None) -> tuple[Tensor, float, Array]:
-    """The arguments as ``(batch, n, d)``, a float and ``(batch, n)``, or an error that names the wrong one."""
+    """The rows without gaps in them, a float and ``(batch, n)``, or an error that names the wrong argument."""
     if not isinstance(parts, Tensor):
         raise TypeError(f"parts: expected a torch.Tensor of rows, got {type(parts).__name__}")
     if parts.ndim not in (2, 3):
@@ -105,10 +127,10 @@ def _checked(parts: Tensor, tau: float, weights: Tensor | None) -> tuple[Tensor,
         raise TypeError(f"parts: expected a dense tensor with values, got {parts.layout} on {parts.device}")
     if parts.numel() == 0:
         raise ValueError(f"parts: empty, shape {tuple(parts.shape)}")
-    stacks = parts.detach().reshape((-1, *parts.shape[-2:]))
-    if stacks.stride(2) != 1:
-        stacks = stacks.contiguous()
-    return stacks, _checked_radius(tau), _checked_prior(parts, weights)
+    rows = parts.detach()
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    return rows, _checked_radius(tau), _checked_prior(parts, weights)
 
 
 def _checked_radius(tau: float) -> float:
@@ -206,8 +228,10 @@ def _rounding_bound(gram: Gram, base: Rows, weights: Array, point: Point, tau: f
     moved = np.take_along_axis(sizes, base[:, None], axis=1)
     slack += np.where(moved > 0, _MOVING_ERROR * (reach + moved * np.abs(offsets).sum(axis=2)) ** 2, 0)
     if not gram.wide:
-        measured = np.matmul(offsets[:, None], gram.measured_error) * offsets[:, None]
-        slack += np.abs(measured.sum(axis=3)).max(axis=1)
+        # Not the measured error alone: where rows lie on a line, the solver has also cut cosines to one.
+        corrected = gram.matrices[:, None] - gram.measured_error
+        measured = (np.matmul(offsets[:, None], corrected) * offsets[:, None]).sum(axis=3)
+        slack += np.abs(measured - squares[:, None]).max(axis=1)
     clipped = np.sqrt(squares + slack) > tau
     relative = slack / np.maximum(np.maximum(2 * squares, slack), TINY)  # on |g_i - v|, at most 1
     direct = math.sqrt(gram.relative_error) * np.abs(point.error).sum(axis=1)  # on the residual's own norm

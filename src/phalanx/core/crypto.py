@@ -10,6 +10,7 @@ import os
 import stat
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 import base58
 from blake3 import blake3
@@ -54,6 +55,7 @@ class Domain(StrEnum):
     ENDORSEMENT = "endorsement"
     OUTCOME = "outcome"
     OPENING = "opening"
+    TRIAL = "trial"
     JOIN = "join"
 
 
@@ -114,6 +116,15 @@ def parse_peer_id(text: str) -> bytes:
     if raw[: len(_PEER_ID_PREFIX)] != _PEER_ID_PREFIX or not is_usable_key(key) or format_peer_id(key) != text:
         raise LocalError(f"{text[:80]!r} is not the id of an Ed25519 peer; expected something like 12D3KooW...")
     return key
+
+
+class Signer(Protocol):
+    """Who can sign in the name of ``key``."""
+
+    @property
+    def key(self) -> bytes: ...
+
+    def sign(self, domain: Domain, payload: bytes) -> bytes: ...
 
 
 class Identity:

@@ -7,15 +7,72 @@ that must not look like many messages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import msgspec
 
 from phalanx.core.codec import decode_body, decode_message, encode
-from phalanx.core.crypto import SIGNATURE_SIZE, Domain, Identity, compute_digest, verify_signature
+from phalanx.core.crypto import SIGNATURE_SIZE, Domain, Signer, compute_digest, verify_signature
 from phalanx.core.errors import Malformed
 from phalanx.core.messages import BODY_OF_PHASE, DOMAIN_OF_BODY, Body, Phase, Signed
 
+Verify: TypeAlias = Callable[[bytes, Domain, bytes, bytes], bool]
+"""Whether the key made this signature in this domain on this payload."""
 
-def seal(identity: Identity, run: bytes, step: int, attempt: int, phase: Phase, previous: bytes, body: Body) -> Signed:
+_REMEMBERED = 1 << 14
+_REMEMBERED_BYTES = 1 << 27
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message whose signature was checked and whose body was unpacked."""
+
+    message: Signed
+    digest: bytes
+    body: Body | None
+    """None if the sender signed what is no body (E4)."""
+
+
+class Examiner:
+    """Opens messages, each once: what was seen lately is remembered, also that it was a forgery."""
+
+    def __init__(self, verify: Verify = verify_signature) -> None:
+        self._verify = verify
+        self._seen: dict[bytes, Letter | None] = {}
+        self._held = 0
+
+    def examine(self, message: Signed) -> Letter | None:
+        """The opened message, or None if its sender did not sign it."""
+        content = _content(message)
+        digest = compute_digest("message", message.domain.encode(), content)
+        seen = digest + message.signature
+        if seen not in self._seen:
+            self._seen[seen] = letter = self._open(message, content, digest)
+            self._held += _weigh(letter)
+            while len(self._seen) > _REMEMBERED or self._held > _REMEMBERED_BYTES:
+                self._held -= _weigh(self._seen.pop(next(iter(self._seen))))
+            return letter
+        return self._seen[seen]
+
+    def _open(self, message: Signed, content: bytes, digest: bytes) -> Letter | None:
+        if not self._verify(message.sender, message.domain, content, message.signature):
+            return None
+        try:
+            return Letter(message, digest, open_body(message))
+        except Malformed:
+            return Letter(message, digest, None)
+
+
+def _weigh(letter: Letter | None) -> int:
+    """What a letter holds; of a forgery nothing is kept but its name."""
+    return len(letter.message.body) if letter is not None else 0
+
+
+def seal(
+    identity: Signer, run: bytes, height: int, step: int, attempt: int, phase: Phase, previous: bytes, body: Body
+) -> Signed:
     """``body``, signed by ``identity`` for one place in one run's history.
 
     What a peer would refuse raises ``ValueError`` instead: signed, it would be proof against us (E4).
@@ -23,7 +80,9 @@ def seal(identity: Identity, run: bytes, step: int, attempt: int, phase: Phase, 
     if type(body) not in DOMAIN_OF_BODY:
         raise ValueError(f"body: a {type(body).__name__} is none")
     domain = DOMAIN_OF_BODY[type(body)]
-    unsigned = Signed(domain, run, step, attempt, phase, identity.key, previous, encode(body), bytes(SIGNATURE_SIZE))
+    unsigned = Signed(
+        domain, run, height, step, attempt, phase, identity.key, previous, encode(body), bytes(SIGNATURE_SIZE)
+    )
     try:
         if decode_message(encode(unsigned)) != unsigned:
             raise Malformed("changed by its encoding")
@@ -57,6 +116,7 @@ def _content(message: Signed) -> bytes:
     return msgspec.msgpack.encode(
         (
             message.run,
+            message.height,
             message.step,
             message.attempt,
             message.phase,

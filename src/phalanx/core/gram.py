@@ -59,8 +59,7 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
 
         matrices = compute_gram_cuda(stacks, centre).cpu().numpy()
         return make_wide(matrices)
-    long = stacks[0].numel() >= _NARROW_FROM and stacks.shape[2] >= _NARROW_BLOCKS * _NARROW_COLUMNS
-    if centre is None and stacks.dtype == torch.float32 and long:
+    if centre is None and is_narrow(stacks.shape[1], stacks.shape[2], stacks.dtype):
         narrow, errors = zip(*(_narrow_gram(rows) for rows in stacks), strict=True)
         matrices = np.stack(narrow)
         if np.isfinite(matrices).all() and matrices.diagonal(axis1=1, axis2=2).min() > _NARROW_LEAST_SQUARE:
@@ -68,6 +67,12 @@ def compute_gram(stacks: Tensor, centre: npt.NDArray[np.intp] | None = None) -> 
     centres = [None] * len(stacks) if centre is None else centre.tolist()
     matrices = np.stack([_wide_gram(rows, row).numpy() for rows, row in zip(stacks, centres, strict=True)])
     return make_wide(matrices)
+
+
+def is_narrow(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether a CPU sums a stack of this shape in float32 (at first, and unless its numbers forbid it)."""
+    long = rows * columns >= _NARROW_FROM and columns >= _NARROW_BLOCKS * _NARROW_COLUMNS
+    return dtype == torch.float32 and long
 
 
 def make_wide(matrices: Array) -> Gram:

@@ -25,16 +25,26 @@ def compute_path(digests: Sequence[bytes], index: int) -> tuple[bytes, ...]:
     """The digests that, with the one at ``index``, give the root: nearest first."""
     if not 0 <= index < len(digests):
         raise IndexError(f"index {index} of {len(digests)} parts")
-    leaves, path = _leaves(digests), []
-    while len(leaves) > 1:
-        middle = _middle(len(leaves))
-        if index < middle:
-            path.append(_subtree(leaves[middle:]))
-            leaves = leaves[:middle]
-        else:
-            path.append(_subtree(leaves[:middle]))
-            leaves, index = leaves[middle:], index - middle
-    return tuple(reversed(path))
+    return compute_paths(digests)[1][index]
+
+
+def compute_paths(digests: Sequence[bytes]) -> tuple[bytes, list[tuple[bytes, ...]]]:
+    """The root, and the path of every part."""
+    leaves = _leaves(digests)
+    paths: list[list[bytes]] = [[] for _ in leaves]
+
+    def climb(low: int, high: int) -> bytes:
+        if high - low == 1:
+            return leaves[low]
+        middle = low + _middle(high - low)
+        left, right = climb(low, middle), climb(middle, high)
+        for path in paths[low:middle]:
+            path.append(right)
+        for path in paths[middle:high]:
+            path.append(left)
+        return _node(left, right)
+
+    return _finish(len(leaves), climb(0, len(leaves))), [tuple(path) for path in paths]
 
 
 def verify_path(root: bytes, count: int, index: int, digest: bytes, path: Sequence[bytes]) -> bool:

@@ -2,8 +2,8 @@
 
 Three families, in this order:
 
-* *bodies*, which travel inside :class:`Signed`. Those of the agreed broadcast fill a slot ``(step, attempt, phase,
-  sender)``; the others (timeouts, endorsements, outcomes, openings, join requests) have signature domains of their own.
+* *bodies*, which travel inside :class:`Signed`. Those of the agreed broadcast fill a slot ``(height, sender)``; the
+  others (timeouts, endorsements, outcomes, openings, trials, join requests) have signature domains of their own.
 * *direct* messages on an authenticated link: long bytes in chunks, and requests.
 * *proofs*, which anybody can check offline. A complaint (a timeout, a part named missing) is never a proof.
 
@@ -27,24 +27,30 @@ MAX_MEMBERS = 256
 MAX_PROJECTIONS = 8
 MAX_CASES = 64
 MAX_BALLOTS = 512
+MAX_OPENINGS = 1024
+MAX_LINKS = 64
+MAX_VIEW = 1 << 17
 MAX_BODY = 1 << 18
 MAX_CHUNK = 1 << 20
 MAX_MANIFEST = 1 << 16
-MAX_FRAME = 1 << 23
+MAX_FRAME = 1 << 24
 MAX_PATH = (MAX_MEMBERS - 1).bit_length()
 
 Digest: TypeAlias = Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 Key: TypeAlias = Annotated[bytes, Meta(min_length=KEY_SIZE, max_length=KEY_SIZE)]
 Signature: TypeAlias = Annotated[bytes, Meta(min_length=SIGNATURE_SIZE, max_length=SIGNATURE_SIZE)]
 Secret: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Height: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Step: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Round: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Index: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Size: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Chunk: TypeAlias = Annotated[bytes, Meta(max_length=MAX_CHUNK)]
 Path: TypeAlias = Annotated[tuple[Digest, ...], Meta(max_length=MAX_PATH)]
 Indices: TypeAlias = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_MEMBERS)]
+Pairs: TypeAlias = Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=MAX_OPENINGS)]
 Platform: TypeAlias = Annotated[str, Meta(max_length=256)]
 
 
@@ -101,21 +107,40 @@ def _is_increasing(values: tuple[Any, ...]) -> bool:
 
 
 class Commit(_Said, frozen=True):
-    """COMMIT. The Merkle root over the parts of my gradient (a validator has none); a commitment, see ``Reveal``."""
+    """COMMIT. The Merkle root over the parts of my gradient (a validator has none); a commitment, see ``Reveal``.
+
+    ``view`` is the digest of the view that this attempt starts from. All members' commits are its certificate.
+    """
 
     parts: Digest | None
     share: Digest
+    view: Digest
+
+
+class Listed(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+    """A probationer, and the digest of the ``Trial`` that it sent me."""
+
+    key: Key
+    message: Digest
 
 
 class Aggregate(_Said, frozen=True):
-    """AGGREGATE, and again. The digest of my part's aggregate, or whose parts I did not get (indices in the roster)."""
+    """AGGREGATE, and again. The digest of my part's aggregate, or whose parts I did not get (indices in the roster).
+
+    ``trials`` names the commits of probationers that I have. The second time, ``unopened`` lists the pairs ``(owner,
+    part)`` that should have been opened and did not reach me.
+    """
 
     result: Digest | None
     missing: Indices
+    unopened: Pairs
+    trials: Annotated[tuple[Listed, ...], Meta(max_length=MAX_CASES)]
 
     def __post_init__(self) -> None:
         _require((self.result is None) == bool(self.missing), "either a result or missing parts")
         _require(_is_increasing(self.missing), "missing: not increasing")
+        _require(_is_increasing(self.unopened), "unopened: not increasing")
+        _require(_is_increasing(tuple(trial.key for trial in self.trials)), "trials: not increasing")
 
 
 class Reveal(_Said, frozen=True):
@@ -136,7 +161,7 @@ class Report(_Said, frozen=True):
     """REPORT, and again. For all parts ``j``: ``sums[j] = <z[j], clip(g[j] - a[j])>``, ``norms[j] = |g[j] - a[j]|``.
 
     With more than one ``z``, ``sums`` holds those of the first for all parts, then of the second. ``lacking`` names the
-    aggregates I do not have; their entries are zero. A validator reports its findings instead.
+    aggregates I do not have; their entries are zero. A validator has no sums and norms, but findings.
     """
 
     sums: Annotated[tuple[float, ...], Meta(max_length=MAX_MEMBERS * MAX_PROJECTIONS)]
@@ -156,17 +181,20 @@ class Report(_Said, frozen=True):
             "sums: not a multiple of the number of parts",
         )
         _require(_is_increasing(self.lacking), "lacking: not increasing")
-        _require(all(index < parts for index in self.lacking), "lacking: no such part")
-        _require(not any(any(self.sums[j::parts]) or self.norms[j] for j in self.lacking), "lacking: entries not zero")
+        if parts:
+            _require(all(index < parts for index in self.lacking), "lacking: no such part")
+            _require(
+                not any(any(self.sums[j::parts]) or self.norms[j] for j in self.lacking), "lacking: entries not zero"
+            )
         _require(_is_increasing(tuple(finding.target for finding in self.findings)), "findings: not increasing")
 
 
 class Confirm(_Said, frozen=True):
-    """CONFIRM. The digest of the new state; digests of accusations and of join requests; whether I leave."""
+    """CONFIRM. The digest of the new state; digests of accusations; keys that asked to join; whether I leave."""
 
     state: Digest
     accusations: Annotated[tuple[Digest, ...], Meta(max_length=MAX_CASES)]
-    joins: Annotated[tuple[Digest, ...], Meta(max_length=MAX_CASES)]
+    joins: Annotated[tuple[Key, ...], Meta(max_length=MAX_CASES)]
     leaving: bool
 
     def __post_init__(self) -> None:
@@ -182,22 +210,27 @@ class Ballot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Vote(_Said, frozen=True):
-    """VOTE. One ballot for each open accusation."""
+    """VOTE. One ballot for each open case; what should have been opened for V3 and did not reach me."""
 
     ballots: Annotated[tuple[Ballot, ...], Meta(max_length=MAX_BALLOTS)]
+    unopened: Pairs
 
     def __post_init__(self) -> None:
         _require(_is_increasing(tuple(ballot.case for ballot in self.ballots)), "ballots: not increasing")
+        _require(_is_increasing(self.unopened), "unopened: not increasing")
 
 
 class Seal(_Said, frozen=True):
-    """SEAL. Says nothing but the root of CONFIRM, which stands in the envelope."""
+    """SEAL. The view that the sealed step leads to; the root of what it rests on stands in the envelope."""
+
+    view: Digest
 
 
 class Abort(_Said, frozen=True):
-    """ABORT. Who ends this attempt, by a wrong share or an aggregate that almost nobody holds."""
+    """ABORT. Who ends this attempt, by a wrong share or an aggregate that few hold; the view without them."""
 
     culprits: Keys
+    view: Digest
 
     def __post_init__(self) -> None:
         _require(bool(self.culprits) and _is_increasing(self.culprits), "culprits: none, or not increasing")
@@ -223,25 +256,33 @@ BODY_OF_PHASE: dict[Phase, type[AgreedBody]] = {
 
 
 class Timeout(_Said, frozen=True):
-    """My deadline for the envelope's phase has passed, these members' messages are missing: a complaint, no proof."""
+    """My deadline for the envelope's height has passed, these members' messages are missing: a complaint, no proof.
+
+    With ``round`` above zero: the slow path's previous round brought no quorum; ``prepared`` is the digest of the
+    outcome for which I hold a quorum of first votes, if any.
+    """
 
     missing: Keys
+    round: Round
+    prepared: Digest | None
 
     def __post_init__(self) -> None:
-        _require(bool(self.missing) and _is_increasing(self.missing), "missing: none, or not increasing")
+        _require(_is_increasing(self.missing), "missing: not increasing")
+        _require(bool(self.missing) == (self.round == 0), "missing: none, or in a later round")
+        _require(self.round > 0 or self.prepared is None, "prepared: in the first round")
 
 
 class Endorsement(_Said, frozen=True):
-    """Slow path: I saw this value of ``owner``'s slot in time. Never evidence of equivocation."""
+    """Slow path: I saw this item (``Relay``) in time. Never evidence of equivocation."""
 
-    owner: Key
-    message: Digest
+    round: Round
+    item: Digest
 
 
 class SlotOutcome(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the slow path settled on for one slot: no value, one, or the two that prove equivocation."""
 
-    phase: Phase
+    height: Height
     owner: Key
     values: Annotated[tuple[Digest, ...], Meta(max_length=2)]
 
@@ -250,14 +291,24 @@ class SlotOutcome(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Outcome(_Said, frozen=True):
-    """How a slow path ended, and who is out. A quorum of these settles its slots."""
+    """How a slow path ended: what fills its slots, who is out, who was late, and the view that follows.
 
+    Two votes settle it: a quorum of first votes lets a member cast the second, a quorum of second votes is final.
+    """
+
+    round: Round
+    final: bool
     slots: Annotated[tuple[SlotOutcome, ...], Meta(max_length=2 * MAX_MEMBERS)]
     out: Keys
+    late: Keys
+    stands: bool
+    """Whether the step that was being confirmed stands."""
+    view: Digest
 
     def __post_init__(self) -> None:
-        _require(_is_increasing(tuple((slot.phase, slot.owner) for slot in self.slots)), "slots: not increasing")
+        _require(_is_increasing(tuple((slot.height, slot.owner) for slot in self.slots)), "slots: not increasing")
         _require(_is_increasing(self.out), "out: not increasing")
+        _require(_is_increasing(self.late), "late: not increasing")
 
 
 class Opening(_Said, frozen=True):
@@ -266,6 +317,12 @@ class Opening(_Said, frozen=True):
     part: Index
     digest: Digest
     path: Path
+
+
+class Trial(_Said, frozen=True):
+    """A probationer's COMMIT: the Merkle root over the parts of its gradient. It counts if a majority lists it."""
+
+    parts: Digest
 
 
 class Join(_Said, frozen=True):
@@ -278,7 +335,7 @@ class Join(_Said, frozen=True):
         _require(all(" " <= letter <= "~" for letter in self.platform), "platform: not printable ASCII")
 
 
-OtherBody: TypeAlias = Timeout | Endorsement | Outcome | Opening | Join
+OtherBody: TypeAlias = Timeout | Endorsement | Outcome | Opening | Trial | Join
 Body: TypeAlias = AgreedBody | OtherBody
 
 DOMAIN_OF_BODY: dict[type[Body], Domain] = {
@@ -287,6 +344,7 @@ DOMAIN_OF_BODY: dict[type[Body], Domain] = {
     Endorsement: Domain.ENDORSEMENT,
     Outcome: Domain.OUTCOME,
     Opening: Domain.OPENING,
+    Trial: Domain.TRIAL,
     Join: Domain.JOIN,
 }
 
@@ -296,6 +354,8 @@ class Signed(_Said, frozen=True):
 
     domain: Domain
     run: Digest
+    height: Height
+    """How many agreed broadcasts the run had before this one: a sender signs one message at each height, no more."""
     step: Step
     attempt: Attempt
     phase: Phase
@@ -311,17 +371,15 @@ class Signed(_Said, frozen=True):
         """The place in the agreed broadcast, and that alone: it says nothing of the run or of the domain.
 
         Who compares slots has made sure that both messages are of one run and in the domain AGREED. Elsewhere a sender
-        may well sign twice with one step, attempt and phase, such as an endorsement for each owner.
+        may well sign twice at one height, such as an endorsement for each item.
         """
-        return Slot(self.step, self.attempt, self.phase, self.sender)
+        return Slot(self.height, self.sender)
 
 
 class Slot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
     """The place of an agreed message: nobody may sign two."""
 
-    step: Step
-    attempt: Attempt
-    phase: Phase
+    height: Height
     sender: Key
 
 
@@ -371,10 +429,32 @@ class StateChunk(_Said, frozen=True):
 
 
 class Relay(_Said, frozen=True):
-    """A message that its sender may have kept from you, with the endorsements that the slow path gathered for it."""
+    """An item of the slow path with the endorsements gathered for it.
 
-    message: Signed
+    An item is one agreed message or timeout, all messages of the next height, or a quorum of first votes.
+    """
+
+    messages: Annotated[tuple[Signed, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
     endorsements: Annotated[tuple[Signed, ...], Meta(max_length=MAX_MEMBERS)]
+
+
+class Gossip(_Said, frozen=True):
+    """Items of one round of the slow path at ``height``."""
+
+    height: Height
+    round: Round
+    items: Annotated[tuple[Relay, ...], Meta(max_length=4 * MAX_MEMBERS)]
+
+
+class Alarm(_Said, frozen=True):
+    """What opens the slow path at ``height``: enough timeouts, or two messages that contradict one another.
+
+    Beside the two stands one message of that height from every member: proof that the height before it is settled.
+    """
+
+    height: Height
+    round: Round
+    evidence: Annotated[tuple[Signed, ...], Meta(max_length=2 * MAX_MEMBERS)]
 
 
 class Manifest(_Said, frozen=True):
@@ -392,11 +472,25 @@ class Certificate(_Said, frozen=True):
     messages: Annotated[tuple[Signed, ...], Meta(max_length=MAX_MEMBERS)]
 
 
+class Link(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A view in its canonical bytes, and messages of a quorum of the roster before it that name its digest."""
+
+    view: Annotated[bytes, Meta(max_length=MAX_VIEW)]
+    messages: Annotated[tuple[Signed, ...], Meta(max_length=MAX_MEMBERS)]
+
+
+class Chain(_Said, frozen=True):
+    """Views that follow one another, each certified by the roster of the one before."""
+
+    links: Annotated[tuple[Link, ...], Meta(max_length=MAX_LINKS)]
+
+
 class PullMessages(_Said, frozen=True):
-    slots: Annotated[tuple[Slot, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    height: Height
+    senders: Keys
 
     def __post_init__(self) -> None:
-        _require(_is_increasing(self.slots), "slots: not increasing")
+        _require(bool(self.senders) and _is_increasing(self.senders), "senders: none, or not increasing")
 
 
 class PullPart(_Said, frozen=True):
@@ -423,8 +517,10 @@ class PullProof(_Said, frozen=True):
     case: Digest
 
 
-class PullCertificate(_Said, frozen=True):
-    step: Step
+class PullChain(_Said, frozen=True):
+    """The views that follow the one that started at this height."""
+
+    height: Height
 
 
 class PullManifest(_Said, frozen=True):
@@ -447,6 +543,11 @@ def _attempt_of(message: Signed) -> tuple[bytes, int, int, bytes]:
     return message.run, message.step, message.attempt, message.sender
 
 
+def _labelled(message: Signed) -> tuple[int, int, Phase, bytes, bytes]:
+    """What of a message's content its slot and run leave open."""
+    return message.step, message.attempt, message.phase, message.previous, message.body
+
+
 class Equivocation(_Said, frozen=True):
     """E1: two signed messages in one slot, of different content. A second signature on one content is no offence."""
 
@@ -457,7 +558,7 @@ class Equivocation(_Said, frozen=True):
         first, second = self.first, self.second
         _require(first.domain == second.domain == Domain.AGREED, "equivocation: not agreed messages")
         _require(first.run == second.run and first.slot == second.slot, "equivocation: not in one slot of one run")
-        _require((first.previous, first.body) != (second.previous, second.body), "equivocation: the same content")
+        _require(_labelled(first) != _labelled(second), "equivocation: the same content")
 
 
 class WrongReveal(_Said, frozen=True):
@@ -493,10 +594,11 @@ class MalformedBody(_Said, frozen=True):
 
 
 class Accusation(_Said, frozen=True):
-    """V1 and V4: ``accused``'s report or gradient is not what its committed bytes, or its public seed, give.
+    """V1, V4 and E4: ``accused``'s report or gradient is not what its committed bytes, or its public seed, give.
 
-    Its digest travels in CONFIRM. Voters pull the bytes it names, recompute, and vote. V1 is about a report, and names
-    the parts for which it is wrong; V4 may be about the gradient alone.
+    Its digest travels in CONFIRM. Voters pull the bytes it names, recompute, and vote. V1 is about a report: it names
+    the parts for which it is wrong, and what is right there (``sums``, ``norms``, in the order of a report of these
+    parts alone). V4 may be about the gradient alone. E4 is about parts that hold no finite numbers of allowed size.
     """
 
     rule: Rule
@@ -506,11 +608,18 @@ class Accusation(_Said, frozen=True):
     parts: Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
     commit: Signed
     report: Signed | None
+    sums: Annotated[tuple[float, ...], Meta(max_length=MAX_MEMBERS * MAX_PROJECTIONS)]
+    norms: Annotated[tuple[float, ...], Meta(max_length=MAX_MEMBERS)]
 
     def __post_init__(self) -> None:
-        _require(self.rule in (Rule.REPORT, Rule.GRADIENT), "rule: only V1 and V4 are voted on")
+        _require(self.rule in (Rule.REPORT, Rule.GRADIENT, Rule.MALFORMED), "rule: only V1, V4 and E4 are voted on")
+        _require(all(map(math.isfinite, (*self.sums, *self.norms))), "sums, norms: not finite")
+        _require(all(math.copysign(1, norm) > 0 for norm in self.norms), "norms: negative")
         _require(_is_increasing(self.parts), "parts: not increasing")
-        _require(_is_agreed(self.commit, Phase.COMMIT), "commit: not an agreed message of COMMIT")
+        _require(
+            _is_agreed(self.commit, Phase.COMMIT) or self.commit.domain == Domain.TRIAL,
+            "commit: not an agreed message of COMMIT, nor a trial",
+        )
         _require(
             _attempt_of(self.commit)[1:] == (self.step, self.attempt, self.accused),
             "commit: not of the accused at that attempt",
@@ -522,6 +631,15 @@ class Accusation(_Said, frozen=True):
             _require(_attempt_of(self.report) == _attempt_of(self.commit), "report: not of the commit's attempt")
         if self.rule is Rule.REPORT:
             _require(self.report is not None and bool(self.parts), "V1: needs a report and at least one part")
+            _require(
+                len(self.norms) == len(self.parts)
+                and len(self.sums) in range(len(self.parts), MAX_PROJECTIONS * len(self.parts) + 1, len(self.parts)),
+                "V1: not the sums and norms of its parts",
+            )
+        else:
+            _require(not self.sums and not self.norms, "sums, norms: only with V1")
+        if self.rule is Rule.MALFORMED:
+            _require(bool(self.parts), "E4: needs at least one part")
 
 
 Proof: TypeAlias = Equivocation | WrongReveal | WrongOpening | MalformedBody
@@ -529,15 +647,17 @@ Direct: TypeAlias = (
     PartChunk
     | AggregateChunk
     | StateChunk
-    | Relay
+    | Gossip
+    | Alarm
     | Manifest
     | Certificate
+    | Chain
     | PullMessages
     | PullPart
     | PullAggregate
     | PullState
     | PullProof
-    | PullCertificate
+    | PullChain
     | PullManifest
 )
 Message: TypeAlias = Signed | Direct | Proof | Accusation

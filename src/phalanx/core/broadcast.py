@@ -1,0 +1,484 @@
+"""Agreed broadcast: all honest members see the same value in a slot, or all see that there is none.
+
+*Fast path.* Everybody sends a signed message and names the root of the phase before. When all messages of a height are
+here and name one root, the height is complete, and the one before it is settled: everybody signed that it saw the same.
+
+*Slow path* (``slow``). Opened by more than ``bound`` timeouts that miss the same member, or by two roots that differ.
+It is Dolev-Strong broadcast: ``bound + 1`` rounds of ``2 delta``, in round ``i`` an item is accepted with ``i``
+signatures and passed on with one more. Two votes settle what follows, so that even when ``delta`` was broken two
+quorums never settle different things. A member that has completed the next height does not join; it shows that height's
+messages, an item like any other, and whoever accepts it is back on the fast path.
+
+See docs/PROTOCOL.md, section 4, and docs/DEVIATIONS.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.core import messages as m
+from phalanx.core.codec import encode
+from phalanx.core.crypto import Domain, compute_digest
+from phalanx.core.effects import Broadcast, Note, Sign, Story
+from phalanx.core.envelope import Letter
+from phalanx.core.events import Halted, Resumed, SlowPath
+from phalanx.core.membership import View, compute_quorum, compute_view_digest, encode_view
+from phalanx.core.messages import AgreedBody, Phase, Signed
+from phalanx.core.peer import Lost, Peer, compute_item_digest
+from phalanx.core.slowpath import Resolution, Seen, resolve
+from phalanx.core.transcript import Page, Transcript, compute_values_root
+
+_SEALING = (Phase.SEAL, Phase.ABORT)
+
+
+def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Story:
+    """One agreed broadcast. Returns the letters of all members, the same for every honest member."""
+    height, view, delta = peer.level + 1, peer.view, peer.config.delta
+    transcript, page = peer.transcript, peer.page(height)
+    transcript.heights[height] = phase
+    if peer.member:
+        message = yield Sign(height, view.step, view.attempt, phase, peer.root, body)
+        peer.take(message)
+        yield Broadcast(peer.audience, message)
+    deadline = peer.entered + 4 * delta + work
+    pull_at = peer.entered + delta + work if peer.member else peer.entered
+    # What stands before the first COMMIT of a sealed view is certified: a wrong root there is the sender's own affair.
+    checked = height > view.height or peer.riding
+    hurried = False
+    while True:
+        wrong = _find_difference(peer, page) if checked and page.roots != {peer.root} else None
+        if wrong is not None:
+            if peer.member and height - 1 not in peer.alarms:
+                peer.alarms[height - 1] = _show_difference(peer, height - 1, wrong)
+        elif len(page.letters) >= len(view.roster) and all(key in page.letters for key in view.roster):
+            break
+        if _may_be_open(peer, height) and (yield from _join_slow_path(peer, height)):
+            deadline, pull_at = peer.now + 4 * delta + work, peer.now + delta
+            continue
+        if pull_at > peer.now and height + 1 in peer.pages and not hurried:  # somebody is ahead, and has it all
+            pull_at, hurried = peer.now, True
+        if peer.now >= pull_at:
+            yield from _pull(peer, height)
+            pull_at = peer.now + delta
+        if peer.member and peer.now >= max(deadline, peer.grace + work):
+            missing = tuple(sorted(key for key in view.roster if key not in page.letters))
+            if missing:
+                timeout = yield Sign(height, view.step, view.attempt, phase, peer.root, m.Timeout(missing, 0, None))
+                peer.take(timeout)
+                yield Broadcast(peer.audience, timeout)
+            deadline = peer.now + 4 * delta
+        yield from peer.listen(min(pull_at, max(deadline, peer.grace + work)) if peer.member else pull_at)
+    values = {key: page.letters[key] for key in view.roster}
+    root = compute_values_root(view.roster, values)
+    transcript.record(height, phase, values, root)
+    peer.level, peer.root, peer.entered = height, root, peer.now
+    return values
+
+
+def _find_difference(peer: Peer, page: Page) -> Letter | None:
+    """A member's letter that names another root than mine."""
+    members = (page.letters[key] for key in peer.view.roster if key in page.letters)
+    return next((letter for letter in members if letter.message.previous != peer.root), None)
+
+
+def _show_difference(peer: Peer, height: int, wrong: Letter) -> m.Alarm:
+    """One message from everybody, and one that names another root than these have."""
+    epoch = peer.find_epoch(height)
+    assert epoch is not None
+    phase = epoch.heights[height]
+    letters = [epoch.phases[phase][key].message for key in epoch.view.roster]
+    return m.Alarm(height, 0, (*letters, wrong.message))
+
+
+def _pull(peer: Peer, height: int) -> Story:
+    """Ask for what is missing: of this height, or of the one before if others are past it."""
+    page = peer.page(height)
+    missing = tuple(sorted(key for key in peer.view.roster if key not in page.letters))
+    if missing:
+        yield Broadcast(peer.others, m.PullMessages(height, missing))
+    if not peer.member or peer.now > peer.entered + 8 * peer.config.delta:
+        yield Broadcast(peer.others, m.PullChain(peer.view.height))
+
+
+# ---- Opening
+
+
+def _may_be_open(peer: Peer, height: int) -> bool:
+    return bool(peer.alarms) or (height, 0) in peer.timeouts or (height - 1, 0) in peer.timeouts
+
+
+def _join_slow_path(peer: Peer, height: int) -> Story:
+    """Join a slow path at the current height or the one before it, if one is validly open; whether it was."""
+    for place in (height - 1, height):
+        epoch = peer.find_epoch(place)
+        if epoch is None or peer.key not in epoch.view.roster or place not in epoch.heights:
+            continue
+        alarm = _gather_timeouts(peer, epoch, place) or peer.alarms.get(place)
+        if alarm is not None and _is_valid(peer, epoch, alarm):
+            peer.alarms[place] = alarm
+            yield from slow(peer, epoch, place, alarm)
+            peer.alarms.pop(place, None)
+            peer.entered = peer.now
+            return True
+    return False
+
+
+def _gather_timeouts(peer: Peer, epoch: Transcript, height: int) -> m.Alarm | None:
+    timeouts = peer.timeouts.get((height, 0))
+    if not timeouts or len(timeouts) <= epoch.view.bound:
+        return None
+    for key in epoch.view.roster:
+        naming = [x for who, x in timeouts.items() if who in epoch.view.roster and _misses(x, key)]
+        if len(naming) > epoch.view.bound:
+            return m.Alarm(height, 0, tuple(x.message for x in naming))
+    return None
+
+
+def _misses(letter: Letter, key: bytes) -> bool:
+    return isinstance(letter.body, m.Timeout) and key in letter.body.missing
+
+
+def _is_valid(peer: Peer, epoch: Transcript, alarm: m.Alarm) -> bool:
+    """More than ``bound`` timeouts that miss one member, or all messages of the height and one that denies them."""
+    view, height = epoch.view, alarm.height
+    letters = [peer.examiner.examine(x) for x in alarm.evidence if x.run == peer.run and x.sender in view.roster]
+    here = {x.message.sender: x for x in letters if x is not None and _is_agreed(x, height)}
+    late = {x.message.sender: x for x in letters if x is not None and _is_timeout(x, height)}
+    if any(sum(_misses(x, key) for x in late.values()) > view.bound for key in view.roster):
+        return True
+    if any(key not in here for key in view.roster) or len({x.message.previous for x in here.values()}) != 1:
+        return False
+    sealing = epoch.heights.get(height) in _SEALING and epoch.sealing is not None
+    root = epoch.sealing.previous if sealing and epoch.sealing else compute_values_root(view.roster, here)
+    return any(x is not None and _is_agreed(x, height + 1) and x.message.previous != root for x in letters)
+
+
+def _is_agreed(letter: Letter, height: int) -> bool:
+    return letter.message.domain is Domain.AGREED and letter.message.height == height
+
+
+def _is_timeout(letter: Letter, height: int) -> bool:
+    body = letter.body
+    return isinstance(body, m.Timeout) and letter.message.height == height and body.round == 0
+
+
+# ---- Dolev-Strong
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One round-based exchange: what was accepted, and where it goes."""
+
+    peer: Peer
+    epoch: Transcript
+    height: int
+    round: int
+    seen: Seen = field(default_factory=Seen)
+    accepted: set[bytes] = field(default_factory=set)
+    certificate: list[Letter] | None = None
+    prepared: list[Letter] | None = None
+
+    def offer(self, letters: Sequence[Letter]) -> bool:
+        """Take an item; whether it was news that others should have."""
+        first, roster = letters[0], self.epoch.view.roster
+        if len(letters) == 1 and first.message.domain is Domain.AGREED:
+            page = {self.height: self.seen.here, self.height + 1: self.seen.next}.get(first.message.height)
+            return page is not None and first.message.sender in roster and page.add(first)
+        if len(letters) == 1 and isinstance(first.body, m.Timeout):
+            held = self.seen.timeouts.setdefault(first.message.sender, [])
+            fits = first.message.height == self.height and first.body.round == self.round
+            if fits and first.message.sender in roster and len(held) < 2:
+                held.append(first)
+                return True
+            return False
+        if isinstance(first.body, m.Outcome):
+            if self._is_prepared(letters):
+                old = self.prepared
+                assert isinstance(first.body, m.Outcome)
+                if old is None or first.body.round > old[0].body.round:  # type: ignore[union-attr]
+                    self.prepared = list(letters)
+                    return True
+            return False
+        if self.certificate is None and self._is_complete(letters):
+            self.certificate = list(letters)
+            return True
+        return False
+
+    def _is_complete(self, letters: Sequence[Letter]) -> bool:
+        """Whether these are all messages of the next height: then nobody honest is left behind at this one."""
+        sealing = self.epoch.sealing if self.epoch.heights.get(self.height) in _SEALING else None
+        roster = sealing.roster if sealing is not None else self.epoch.view.roster
+        senders = {x.message.sender for x in letters if _is_agreed(x, self.height + 1)}
+        roots = {x.message.previous for x in letters}
+        return set(roster) <= senders and len(roots) == 1 and (sealing is None or roots == {sealing.previous})
+
+    def _is_prepared(self, letters: Sequence[Letter]) -> bool:
+        view = self.epoch.view
+        bodies = {_core(x) for x in letters}
+        signers = {x.message.sender for x in letters if x.message.height == self.height} & set(view.roster)
+        rounds = {x.body.round if isinstance(x.body, m.Outcome) and not x.body.final else -1 for x in letters}
+        return (
+            len(bodies) == 1
+            and len(rounds) == 1
+            and 0 <= min(rounds) < self.round
+            and len(signers) >= compute_quorum(self.peer.config, view)
+        )
+
+
+def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
+    """Run the slow path at a height until it is settled: return to the fast path, or raise :class:`Lost`."""
+    round_, others = 0, _others(peer, epoch)
+    prepared: list[Letter] | None = None
+    halted = False
+    yield Note(SlowPath(epoch.view.step, epoch.view.attempt, height, epoch.heights[height]))
+    while True:
+        yield Broadcast(others, alarm)
+        exchange = _Exchange(peer, epoch, height, round_)
+        if prepared is not None:
+            exchange.prepared = prepared
+        yield from _exchange_items(exchange, others)
+        if exchange.certificate is not None:
+            for letter in exchange.certificate:
+                peer.take(letter.message)
+            yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
+            return
+        core, view = _choose(exchange)
+        if core is not None:
+            final, mine = yield from _vote(peer, epoch, height, round_, core)
+            prepared = mine or prepared
+            if final is not None:
+                if halted:
+                    yield Note(Resumed(epoch.view.step))
+                yield Broadcast(others, m.Certificate(tuple(x.message for x in final)))
+                yield from _settle(peer, epoch, exchange, final, core, view)
+                return
+        if not halted:
+            yield Note(Halted(epoch.view.step, height))
+            halted = True
+        round_, alarm = yield from _await_round(peer, epoch, height, round_, prepared, others)
+
+
+def _others(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
+    return tuple(key for key in (*epoch.view.roster, *(c.key for c in epoch.view.candidates)) if key != peer.key)
+
+
+def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
+    """``bound + 1`` rounds: put in what I hold, accept what has enough signatures, pass it on with mine."""
+    peer, height, round_ = exchange.peer, exchange.height, exchange.round
+    start, length = peer.now, 2 * peer.config.delta
+    roster = exchange.epoch.view.roster
+    own: list[m.Relay] = []
+    for letter in _held(peer, roster, height, round_):
+        if exchange.offer([letter]):
+            own.append(m.Relay((letter.message,), ()))
+    if exchange.prepared is not None:
+        own.append((yield from _endorse(exchange, exchange.prepared, ())))
+    yield Broadcast(others, m.Gossip(height, round_, tuple(own)))
+    end = start + (exchange.epoch.view.bound + 1) * length
+    while peer.now < end:
+        queues = peer.gossip.get((height, round_), {})
+        number = int((peer.now - start) / length) + 1
+        for sender in list(queues):
+            for gossip in queues.pop(sender):
+                for relay in gossip.items:
+                    letters = _accept(exchange, relay, number)
+                    if letters and exchange.offer(letters):
+                        passed = yield from _endorse(exchange, letters, relay.endorsements)
+                        yield Broadcast(others, m.Gossip(height, round_, (passed,)))
+        if exchange.certificate is not None:
+            return
+        yield from peer.listen(end)
+        if _find_final(peer, exchange.epoch, height) is not None:
+            return
+
+
+def _held(peer: Peer, roster: Sequence[bytes], height: int, round_: int) -> list[Letter]:
+    pages = [peer.page(height), peer.page(height + 1)]
+    letters = [letter for page in pages for key in roster for letter in page.get_all(key)]
+    return letters + [x for who, x in peer.timeouts.get((height, round_), {}).items() if who in roster]
+
+
+def _accept(exchange: _Exchange, relay: m.Relay, number: int) -> list[Letter] | None:
+    """The letters of an item that has the signatures that round ``number`` asks for."""
+    peer = exchange.peer
+    letters = []
+    for message in relay.messages:
+        letter = peer.examiner.examine(message) if message.run == peer.run else None
+        if letter is None:
+            return None
+        letters.append(letter)
+    item = compute_item_digest(letters)
+    if item in exchange.accepted:
+        return None
+    signers = {relay.messages[0].sender} if len(relay.messages) == 1 else set()
+    for endorsement in relay.endorsements:
+        letter = peer.examiner.examine(endorsement) if endorsement.run == peer.run else None
+        body = letter.body if letter is not None else None
+        here = endorsement.height == exchange.height
+        if here and isinstance(body, m.Endorsement) and (body.round, body.item) == (exchange.round, item):
+            signers.add(endorsement.sender)
+    if len(signers & set(exchange.epoch.view.roster)) < number:
+        return None
+    exchange.accepted.add(item)
+    return letters
+
+
+def _endorse(exchange: _Exchange, letters: Sequence[Letter], endorsements: tuple[Signed, ...]) -> Story:
+    view = exchange.epoch.view
+    body = m.Endorsement(exchange.round, compute_item_digest(letters))
+    mine = yield Sign(exchange.height, view.step, view.attempt, Phase.COMMIT, bytes(32), body)
+    return m.Relay(tuple(x.message for x in letters), (*endorsements[: m.MAX_MEMBERS - 1], mine))
+
+
+def _catch_up(peer: Peer, epoch: Transcript, height: int, root: bytes) -> Story:
+    """Everybody is past this height: get its messages until they have the root that was named."""
+    if peer.level >= height or epoch.heights.get(height) in _SEALING:
+        return
+    page = peer.page(height)
+    pulled = -1.0
+    while (values := page.find_values(epoch.view.roster, root)) is None:
+        if peer.now - pulled >= peer.config.delta:
+            pulled = peer.now
+            yield Broadcast(peer.others, m.PullMessages(height, tuple(sorted(epoch.view.roster))))
+        yield from peer.listen(pulled + peer.config.delta)
+    page.letters.update(values)
+
+
+# ---- Settling
+
+
+def _choose(exchange: _Exchange) -> tuple[m.Outcome | None, View | None]:
+    """What to vote for: what may have been settled in an earlier round, or else the conclusion from what was seen."""
+    peer, epoch = exchange.peer, exchange.epoch
+    if exchange.round > 0:
+        status = [x for held in exchange.seen.timeouts.values() for x in held[:1]]
+        if len(status) < compute_quorum(peer.config, epoch.view):
+            return None, None
+    resolution = _resolve(exchange)
+    view = peer.follow(peer, epoch, exchange.height, resolution) if resolution is not None else None
+    if exchange.prepared is not None:
+        body = exchange.prepared[0].body
+        assert isinstance(body, m.Outcome)
+        core = msgspec.structs.replace(body, round=0, final=False)
+        return core, view if view is not None and compute_view_digest(view) == core.view else None
+    if resolution is None or view is None:
+        return None, None
+    out = tuple(sorted(resolution.out))
+    late = tuple(sorted(resolution.late))
+    return m.Outcome(0, False, resolution.slots, out, late, resolution.stands, compute_view_digest(view)), view
+
+
+def _resolve(exchange: _Exchange) -> Resolution | None:
+    peer, epoch = exchange.peer, exchange.epoch
+    view = epoch.view
+    sealing = epoch.sealing if epoch.heights.get(exchange.height) in _SEALING else None
+    return resolve(
+        exchange.height,
+        view.roster,
+        view.bound,
+        {count.key: count.count for count in view.strikes},
+        peer.config.strikes,
+        exchange.seen,
+        sealing.previous if sealing is not None else None,
+    )
+
+
+def _core(letter: Letter) -> bytes:
+    """What a vote is for, whatever its round and stage."""
+    assert isinstance(letter.body, m.Outcome)
+    return encode(msgspec.structs.replace(letter.body, round=0, final=False))
+
+
+def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outcome) -> Story:
+    """Two votes. Returns a quorum of final votes and one of first votes, where there is one."""
+    view, delta, others = epoch.view, peer.config.delta, _others(peer, epoch)
+    quorum, wanted = compute_quorum(peer.config, view), encode(core)
+    firsts: list[Letter] | None = None
+    for final in (False, True):
+        body = msgspec.structs.replace(core, round=round_, final=final)
+        vote = yield Sign(height, view.step, view.attempt, epoch.heights[height], bytes(32), body)
+        peer.take(vote)
+        yield Broadcast(others, vote)
+        end = peer.now + 3 * delta
+        while True:
+            settled = _find_final(peer, epoch, height)
+            if settled is not None:
+                return settled, firsts
+            votes = [
+                x
+                for who, x in peer.votes.get((height, round_, final), {}).items()
+                if who in view.roster and _core(x) == wanted
+            ]
+            if len(votes) >= quorum:
+                break
+            if peer.now >= end:
+                return None, firsts
+            yield from peer.listen(end)
+        if not final:
+            firsts = votes[:quorum]
+    raise AssertionError("a quorum of final votes was not found")
+
+
+def _find_final(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | None:
+    """A quorum of final votes of one round for one outcome, if it is here."""
+    quorum = compute_quorum(peer.config, epoch.view)
+    for (place, _, final), votes in peer.votes.items():
+        if place != height or not final or len(votes) < quorum:
+            continue
+        groups: dict[bytes, list[Letter]] = {}
+        for who, letter in votes.items():
+            if who in epoch.view.roster:
+                groups.setdefault(_core(letter), []).append(letter)
+        for group in groups.values():
+            if len(group) >= quorum:
+                return group[:quorum]
+    return None
+
+
+def _settle(
+    peer: Peer, epoch: Transcript, exchange: _Exchange, final: list[Letter], core: m.Outcome, view: View | None
+) -> Story:
+    """Go on as the final votes say: on the fast path with the letters seen, or from a new view."""
+    body = final[0].body
+    assert isinstance(body, m.Outcome)
+    settled = msgspec.structs.replace(body, round=0, final=False)
+    if not settled.out:
+        epoch.late |= set(settled.late)
+        for page in (exchange.seen.here, exchange.seen.next):
+            for letter in page.letters.values():
+                peer.take(letter.message)
+        epoch.settled.add(exchange.height)
+        return
+    messages = tuple(x.message for x in final)
+    if view is not None and compute_view_digest(view) == settled.view:
+        yield Broadcast(_others(peer, epoch), m.Chain((m.Link(encode_view(view), messages),)))
+        raise Lost(view, messages)
+    while True:  # somebody who voted has the view: take_link raises Lost
+        yield Broadcast(_others(peer, epoch), m.PullChain(epoch.view.height))
+        end = peer.now + peer.config.delta
+        while peer.now < end:
+            yield from peer.listen(end)
+
+
+def _await_round(
+    peer: Peer, epoch: Transcript, height: int, round_: int, prepared: list[Letter] | None, others: tuple[bytes, ...]
+) -> Story:
+    """Say that this round failed until enough say so; then they begin the next one together."""
+    view, delta = epoch.view, peer.config.delta
+    while True:
+        name = compute_digest("outcome", _core(prepared[0])) if prepared is not None else None
+        body = m.Timeout((), round_ + 1, name)
+        timeout = yield Sign(height, view.step, view.attempt, epoch.heights[height], bytes(32), body)
+        peer.take(timeout)
+        yield Broadcast(others, timeout)
+        yield Broadcast(others, m.PullChain(view.height))
+        end = peer.now + 4 * delta
+        while peer.now < end:
+            for (place, later), timeouts in peer.timeouts.items():
+                signers = [x for who, x in timeouts.items() if who in view.roster]
+                if place == height and later > round_ and len(signers) > view.bound:
+                    return later, m.Alarm(height, later, tuple(x.message for x in signers))
+            yield from peer.listen(end)

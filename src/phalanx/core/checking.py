@@ -1,0 +1,320 @@
+"""Recomputing what others committed to: what validators do, and everybody before a vote (docs/PROTOCOL.md, 7 to 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.core import messages as m
+from phalanx.core.crypto import compute_commitment
+from phalanx.core.effects import Begin, Broadcast, ComputeGradient, Effect, Story
+from phalanx.core.envelope import Examiner, Letter
+from phalanx.core.justice import Case, find_served
+from phalanx.core.membership import compute_batch_seed
+from phalanx.core.merkle import compute_root, hash_part, verify_path
+from phalanx.core.messages import Phase, Rule, Verdict
+from phalanx.core.partition import compute_part_sizes, split_parts
+from phalanx.core.peer import Peer
+from phalanx.core.transcript import Transcript
+from phalanx.core.verification import (
+    compare_gradients,
+    compute_report,
+    encode_tensor,
+    is_balanced,
+    is_same_report,
+    prepare_gradient,
+    projection_seeds,
+    read_aggregate,
+    read_part,
+)
+
+Finding = tuple[Verdict, tuple[int, ...]]
+"""A verdict on somebody's commit, and the parts for which its report is wrong."""
+
+
+def fetch(peer: Peer, is_here: Callable[[], bool], ask: Callable[[], Iterable[Effect]], until: float) -> Story:
+    """Ask again and again for what is missing, until it is here or the time has come."""
+    again = peer.now
+    while not is_here() and peer.now < until:
+        if peer.now >= again:
+            yield from ask()
+            again = peer.now + peer.config.delta
+        yield from peer.listen(min(until, again))
+
+
+def compute_gradient(peer: Peer, step: int, seed: bytes) -> Story:
+    """A gradient in its wire type, or None if the state is not here. The peer goes on listening meanwhile."""
+    known = peer.gradients.get((step, seed))
+    if known is None:
+        ticket = yield Begin(ComputeGradient(step, seed))
+        while ticket not in peer.finished:
+            yield from peer.listen(peer.now + 1000 * peer.config.delta)
+        value = peer.finished.pop(ticket)
+        if value is None:
+            return None
+        peer.gradients[step, seed] = known = prepare_gradient(value, peer.config.cap, peer.dtype)
+    return known
+
+
+def cut(gradient: Tensor, count: int) -> list[bytes]:
+    """A gradient's parts as they travel."""
+    return [encode_tensor(part) for part in split_parts(gradient, count)]
+
+
+def read_parts(peer: Peer, parts: Sequence[bytes], count: int) -> list[Tensor]:
+    sizes = compute_part_sizes(peer.config.size, count)
+    return [read_part(data, size, peer.dtype, peer.config.cap)[0] for data, size in zip(parts, sizes, strict=True)]
+
+
+def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
+    """The aggregates of an attempt, where they are here and what they should be."""
+    view = transcript.view
+    sizes = compute_part_sizes(peer.config.size, len(view.roster))
+    found: list[Tensor | None] = []
+    for part, size in enumerate(sizes):
+        place = (view.step, view.attempt, part)
+        if place not in peer.readings and peer.has_aggregate(transcript, part):
+            peer.readings[place] = read_aggregate(peer.aggregates[place], size, peer.dtype, peer.config.cap)
+        found.append(peer.readings.get(place))
+    return found
+
+
+def check_commit(peer: Peer, transcript: Transcript, target: bytes) -> Story:
+    """V4: recompute ``target``'s gradient of that attempt, its root, and all its reports."""
+    view, count = transcript.view, len(transcript.view.roster)
+    root = peer.get_commitment(transcript, target)
+    if root is None:
+        return Verdict.NOT_RECEIVED, ()
+    seed = compute_batch_seed(peer.config, view.randomness, view.step, target)
+    gradient = yield from compute_gradient(peer, view.step, seed)
+    if gradient is None:
+        return Verdict.NOT_RECEIVED, ()
+    mine = cut(gradient, count)
+    parts: dict[int, bytes] = dict(enumerate(mine))
+    if compute_root([hash_part(part) for part in mine]) != root:
+        if peer.config.tolerance is None:
+            return Verdict.GUILTY, ()
+        parts = yield from _fetch_parts(peer, transcript, target)
+        verdict = _compare(peer, parts, mine)
+        if verdict is not Verdict.INNOCENT:
+            return verdict, ()
+    wrong = _find_wrong_reports(peer, transcript, target, parts)
+    return (Verdict.GUILTY if wrong else Verdict.INNOCENT), wrong
+
+
+def _compare(peer: Peer, parts: dict[int, bytes], mine: Sequence[bytes]) -> Verdict:
+    """Tolerant: the committed bytes against my own gradient, over the parts that could be had."""
+    if not parts:
+        return Verdict.NOT_RECEIVED
+    assert peer.config.tolerance is not None
+    sizes = compute_part_sizes(peer.config.size, len(mine))
+    theirs, ours = [], []
+    for part, data in sorted(parts.items()):
+        tensor, valid = read_part(data, sizes[part], peer.dtype, peer.config.cap)
+        if not valid:
+            return Verdict.GUILTY
+        theirs.append(tensor)
+        ours.append(read_part(mine[part], sizes[part], peer.dtype, peer.config.cap)[0])
+    return compare_gradients(theirs, ours, peer.config.tolerance.lower, peer.config.tolerance.upper)
+
+
+def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes) -> Story:
+    """The committed bytes, from their owner or from the aggregators that got them."""
+    view = transcript.view
+    places = [(view.step, view.attempt, owner, part) for part in range(len(view.roster))]
+
+    def ask() -> Iterable[Effect]:
+        for place in places:
+            if not peer.has_part(place):
+                yield from ask_part(peer, place, (owner, view.roster[place[3]]))
+
+    yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, peer.now + 3 * peer.config.delta)
+    return {place[3]: data for place in places if (data := peer.get_part(place)) is not None}
+
+
+def ask_part(peer: Peer, place: tuple[int, int, bytes, int], whom: Iterable[bytes]) -> Iterable[Effect]:
+    targets = tuple(dict.fromkeys(key for key in whom if key != peer.key))
+    peer.asked |= {("part", *place, key) for key in targets}
+    yield Broadcast(targets, m.PullPart(*place, 0))
+
+
+def _find_wrong_reports(peer: Peer, transcript: Transcript, target: bytes, parts: dict[int, bytes]) -> tuple[int, ...]:
+    view, count = transcript.view, len(transcript.view.roster)
+    letter = (transcript.reports or {}).get(target)
+    if letter is None or not isinstance(letter.body, m.Report) or transcript.randomness is None:
+        return ()
+    sizes = compute_part_sizes(peer.config.size, count)
+    tensors = [read_part(parts.get(part, b""), size, peer.dtype, peer.config.cap)[0] for part, size in enumerate(sizes)]
+    aggregates = read_aggregates(peer, transcript)
+    seeds = projection_seeds(transcript.randomness, count, peer.config.projections)
+    right = compute_report(tensors, aggregates, seeds, view.tau)
+    body = letter.body
+    return tuple(
+        part
+        for part in range(count)
+        if part in parts
+        and aggregates[part] is not None
+        and part not in body.lacking
+        and not all(
+            is_same_report(body.sums[at], body.norms[part], right.sums[at], right.norms[part], view.tau, sizes[part])
+            for at in range(part, count * peer.config.projections, count)
+        )
+    )
+
+
+# ---- Ballots
+
+
+def check_case(peer: Peer, case: Case, until: float) -> Story:
+    """My ballot on a case, by recomputing what it is about."""
+    if case.suspect is not None:
+        transcript = peer.transcripts.get((case.suspect.step, case.suspect.attempt))
+        if transcript is None:
+            return Verdict.NOT_RECEIVED
+        verdict, _ = yield from check_commit(peer, transcript, case.suspect.key)
+        return verdict
+    if case.part is not None:
+        return _check_part(peer, case.part)
+    yield from fetch_case(peer, case, until)
+    charge = peer.cases.get(case.digest)
+    if charge is None:
+        return Verdict.NOT_RECEIVED
+    if not isinstance(charge, m.Accusation):
+        return Verdict.GUILTY if is_proven(peer.config.run, peer.examiner, charge) else Verdict.INNOCENT
+    return (yield from _check_accusation(peer, charge, case.accusers, until))
+
+
+def fetch_case(peer: Peer, case: Case, until: float) -> Story:
+    def ask() -> Iterable[Effect]:
+        peer.asked.add(("case", peer.view.step, case.digest))
+        yield Broadcast(peer.others, m.PullProof(case.digest))
+
+    yield from fetch(peer, lambda: case.digest in peer.cases, ask, until)
+
+
+def _check_part(peer: Peer, part: int) -> Verdict:
+    """V3: recompute the balance of an opened part."""
+    transcript = peer.transcript
+    view, duties = transcript.view, peer.duties
+    rows = [peer.get_part((view.step, view.attempt, key, part)) for key in duties.contributors]
+    aggregate = read_aggregates(peer, transcript)[part]
+    if aggregate is None or any(row is None for row in rows):
+        return Verdict.NOT_RECEIVED
+    size = peer.sizes[part]
+    tensors = [read_part(row or b"", size, peer.dtype, peer.config.cap)[0] for row in rows]
+    fine = is_balanced(torch.stack(tensors), aggregate, view.tau, peer.config.cap)
+    return Verdict.INNOCENT if fine else Verdict.GUILTY
+
+
+def _check_accusation(peer: Peer, charge: m.Accusation, accusers: Sequence[bytes], until: float) -> Story:
+    """Whether an accusation is true. What it quotes must be what was agreed."""
+    transcript = peer.transcripts.get((charge.step, charge.attempt))
+    known = {(record.step, record.attempt) for record in peer.view.attempts} | {(peer.view.step, peer.view.attempt)}
+    if (charge.step, charge.attempt) not in known:
+        return Verdict.INNOCENT  # nothing of that attempt can be charged any more
+    if transcript is None or Phase.COMMIT not in transcript.phases:
+        return Verdict.NOT_RECEIVED
+    if not _quotes_agreed(peer, transcript, charge):
+        return Verdict.INNOCENT
+    if charge.rule is Rule.GRADIENT:
+        verdict, wrong = yield from check_commit(peer, transcript, charge.accused)
+        if verdict is Verdict.GUILTY and set(charge.parts) != set(wrong):
+            return Verdict.INNOCENT
+        return verdict
+    count = len(transcript.view.roster)
+    if any(part >= count for part in charge.parts):
+        return Verdict.INNOCENT
+    places = [(charge.step, charge.attempt, charge.accused, part) for part in charge.parts]
+
+    def ask() -> Iterable[Effect]:
+        for place in places:
+            if not peer.has_part(place):
+                holders = (transcript.view.roster[place[3]], *accusers, charge.accused)
+                yield from ask_part(peer, place, holders)
+
+    yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, until)
+    if not all(map(peer.has_part, places)):
+        return Verdict.NOT_RECEIVED
+    parts = {place[3]: peer.get_part(place) or b"" for place in places}
+    if charge.rule is Rule.MALFORMED:
+        sizes = compute_part_sizes(peer.config.size, count)
+        bad = all(not read_part(data, sizes[part], peer.dtype, peer.config.cap)[1] for part, data in parts.items())
+        return Verdict.GUILTY if bad else Verdict.INNOCENT
+    return _check_report(peer, transcript, charge, parts)
+
+
+def _quotes_agreed(peer: Peer, transcript: Transcript, charge: m.Accusation) -> bool:
+    commit = transcript.phases.get(Phase.COMMIT, {}).get(charge.accused)
+    if commit is None and charge.accused in find_served(transcript):
+        commit = peer.trials.get(transcript.view.height, {}).get(charge.accused)
+    report = (transcript.reports or {}).get(charge.accused)
+    return _is_same(peer.examiner, commit, charge.commit) and (
+        charge.report is None or _is_same(peer.examiner, report, charge.report)
+    )
+
+
+def _is_same(examiner: Examiner, letter: Letter | None, message: m.Signed) -> bool:
+    quoted = examiner.examine(message)
+    return letter is not None and quoted is not None and letter.digest == quoted.digest
+
+
+def _check_report(peer: Peer, transcript: Transcript, charge: m.Accusation, parts: dict[int, bytes]) -> Verdict:
+    """V1: guilty if the report is wrong for every part named, and what the accuser says instead is right."""
+    view, count, width = transcript.view, len(transcript.view.roster), len(charge.parts)
+    letter = (transcript.reports or {}).get(charge.accused)
+    if letter is None or not isinstance(letter.body, m.Report) or transcript.randomness is None:
+        return Verdict.INNOCENT
+    if len(charge.sums) != width * peer.config.projections or not letter.body.norms:
+        return Verdict.INNOCENT
+    sizes = compute_part_sizes(peer.config.size, count)
+    aggregates = read_aggregates(peer, transcript)
+    wrong = set(_find_wrong_reports(peer, transcript, charge.accused, parts))
+    if any(aggregates[part] is None for part in charge.parts):
+        return Verdict.NOT_RECEIVED
+    seeds = projection_seeds(transcript.randomness, count, peer.config.projections)
+    for place, part in enumerate(charge.parts):
+        tensor = read_part(parts[part], sizes[part], peer.dtype, peer.config.cap)[0]
+        right = compute_report([tensor], [aggregates[part]], (seeds[part],), view.tau)
+        claimed = charge.sums[place::width]
+        if part not in wrong or not all(
+            is_same_report(claim, charge.norms[place], true, right.norms[0], view.tau, sizes[part])
+            for claim, true in zip(claimed, right.sums, strict=True)
+        ):
+            return Verdict.INNOCENT
+    return Verdict.GUILTY
+
+
+def is_proven(run: bytes, examiner: Examiner, proof: m.Proof) -> bool:
+    """Whether a proof holds. Anybody can check this offline, with nothing but the run's name."""
+    messages = [getattr(proof, name) for name in proof.__struct_fields__]
+    letters = [examiner.examine(message) for message in messages]
+    if any(message.run != run for message in messages) or any(letter is None for letter in letters):
+        return False
+    first, last = letters[0], letters[-1]
+    assert first is not None
+    assert last is not None
+    if isinstance(proof, m.Equivocation):
+        return first.digest != last.digest
+    if isinstance(proof, m.MalformedBody):
+        return first.body is None
+    if not isinstance(first.body, m.Commit):
+        return False
+    if isinstance(proof, m.WrongReveal):
+        if not isinstance(last.body, m.Reveal):
+            return False
+        message, body = last.message, last.body
+        opened = compute_commitment(run, message.step, message.attempt, message.sender, body.share, body.salt)
+        return opened != first.body.share
+    if not isinstance(last.body, m.Opening) or first.body.parts is None:
+        return False
+    return not _is_opening(first.body.parts, last.body)
+
+
+def _is_opening(root: bytes, opening: m.Opening) -> bool:
+    """Whether some number of parts makes the path fit: how many there were is not in the proof."""
+    return any(
+        verify_path(root, count, opening.part, opening.digest, opening.path)
+        for count in range(opening.part + 1, m.MAX_MEMBERS + 1)
+    )

@@ -1,0 +1,196 @@
+"""What a peer asks of the world. The protocol is a generator that yields these; a driver carries them out.
+
+The simulator and the network drive the same generator. Everything that could differ between them is here: clocks,
+links, disks, private keys, and the arithmetic on a model's state. An attack is a filter on effects and their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from phalanx.core.messages import Body, Message, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for a message until ``until`` on the local clock.
+
+    The result is a :class:`Delivery`; its ``message`` is None when the time came first.
+    """
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    now: float
+    """The local clock, in seconds. Only differences mean anything."""
+    sender: bytes | None
+    message: Message | Finished | None
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Start a long computation beside everything else; the result is a ticket.
+
+    What it yields arrives as a delivery of :class:`Finished`: small messages never wait behind a gradient.
+    """
+
+    work: ComputeGradient
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    ticket: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Give a message to one peer. The result is None; it may never arrive."""
+
+    to: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Give a message to each of ``to``."""
+
+    to: tuple[bytes, ...]
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Sign a body; the result is the :class:`Signed` message.
+
+    For agreed bodies and for votes of the slow path the driver keeps a journal, on disk before the message is sent: at
+    a height (for a vote: at that height, round and stage) where this key has signed before, the result is that earlier
+    message, whatever is asked for now. So nothing, a crash included, makes an honest peer sign twice.
+    """
+
+    height: int
+    step: int
+    attempt: int
+    phase: Phase
+    previous: bytes
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class DrawSecret:
+    """A share of randomness and its salt, 32 bytes each, that nobody else can know; always the same for one height."""
+
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeGradient:
+    """The gradient at the state before ``step`` on the public batch of ``seed``: a float32 vector.
+
+    A pure function of both, up to rounding between platforms. The driver keeps the states of the last steps; the
+    result is None if that one is no longer, or not yet, here.
+    """
+
+    step: int
+    seed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeAggregate:
+    """CenteredClip of the rows, in the wire type."""
+
+    rows: Tensor
+    tau: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeReport:
+    """What my parts say of the aggregates (``verification.compute_report``). The result is a ``Projections``."""
+
+    parts: tuple[Tensor, ...]
+    aggregates: tuple[Tensor | None, ...]
+    seeds: tuple[tuple[bytes, ...], ...]
+    tau: float
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Update the state before ``step`` with the aggregate; the result is the digest of the state after it.
+
+    The state before stays; applying another aggregate for the same step replaces the update.
+    """
+
+    step: int
+    aggregate: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Forget the update of ``step``."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class HasState:
+    """Whether the state before ``step`` is here and has this digest."""
+
+    step: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReadState:
+    """The bytes of the state before ``step``, or None if they are no longer kept."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptState:
+    """Take these bytes as the state before ``step``; the result is whether they have the digest and make sense."""
+
+    step: int
+    digest: bytes
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Write the view to disk: after a crash the peer starts again from the last one kept."""
+
+    view: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something worth knowing happened. It has no effect."""
+
+    event: Any
+
+
+Effect: TypeAlias = (
+    Receive
+    | Send
+    | Broadcast
+    | Sign
+    | DrawSecret
+    | Begin
+    | ComputeAggregate
+    | ComputeReport
+    | Apply
+    | Undo
+    | HasState
+    | ReadState
+    | AdoptState
+    | Keep
+    | Note
+)
+Story: TypeAlias = Generator[Effect, Any, Any]
+"""A peer, or a part of what it does."""

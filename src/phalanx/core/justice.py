@@ -1,0 +1,543 @@
+"""Who is out, and why: pure functions of agreed messages. Same transcript, same verdicts, for peers and auditors.
+
+``find_offenders`` looks at one phase. ``make_agenda`` says what is to be voted on, ``decide`` what follows. Only these
+can ban; a ban needs a proof that is in the transcript, or a strict majority of signed ballots.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from phalanx.core import messages as m
+from phalanx.core.config import Config
+from phalanx.core.crypto import compute_commitment, compute_digest
+from phalanx.core.envelope import Letter
+from phalanx.core.membership import (
+    Changes,
+    Committed,
+    Complaint,
+    Suspect,
+    View,
+    compute_duties,
+    compute_view_digest,
+    draw_targets,
+    finish_step,
+    note_commits,
+    note_targets,
+    retry_step,
+)
+from phalanx.core.messages import MAX_BALLOTS, Phase, Rule, Signed, Verdict
+from phalanx.core.partition import compute_part_sizes
+from phalanx.core.slowpath import Resolution
+from phalanx.core.transcript import Transcript
+from phalanx.core.verification import WIRE_TYPES, sum_bound
+
+Cases = Mapping[bytes, m.Accusation | m.Proof]
+"""Accusations and proofs by their digests: whoever has the digest knows that it has the right one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offence:
+    """Why somebody is banned."""
+
+    rule: Rule
+    step: int
+    reason: str
+    evidence: tuple[Signed, ...]
+    case: m.Accusation | m.Proof | None = None
+
+
+@dataclass(slots=True)
+class Decision:
+    banned: dict[bytes, Offence] = field(default_factory=dict)
+    removed: dict[bytes, str] = field(default_factory=dict)
+    wrong: bool = False
+    """An aggregate was wrong: the update is undone and the step tried again."""
+    acquitted: tuple[Suspect, ...] = ()
+    state: bytes | None = None
+    """What the majority says the new state is."""
+    corrections: dict[tuple[bytes, int], tuple[float, ...]] = field(default_factory=dict)
+
+    def ban(self, key: bytes, offence: Offence) -> None:
+        held = self.banned.get(key)
+        if held is None or held.step < offence.step:
+            self.banned[key] = offence
+        self.removed.pop(key, None)
+
+    def remove(self, key: bytes, reason: str) -> None:
+        if key not in self.banned:
+            self.removed.setdefault(key, reason)
+
+    def get_changes(self, late: frozenset[bytes] = frozenset()) -> Changes:
+        return Changes(frozenset(self.banned), frozenset(self.removed), late)
+
+
+# ---- One phase
+
+
+def find_offenders(config: Config, transcript: Transcript, phase: Phase) -> Decision:
+    """Who has said in this phase what nobody may say. Everything here is in the messages themselves."""
+    view, values = transcript.view, transcript.phases[phase]
+    duties = compute_duties(config, view)
+    decision = Decision()
+    for index, (key, letter) in enumerate(values.items()):
+        message, body = letter.message, letter.body
+        labels = (message.step, message.attempt, message.phase) == (view.step, view.attempt, phase)
+        if not labels or body is None or not _fits(config, transcript, duties.contributors, index, key, letter):
+            offence = Offence(Rule.MALFORMED, view.step, f"a {phase.name} that says what it may not", (message,))
+            decision.ban(key, offence)
+        elif isinstance(body, m.Commit) and (
+            body.view != compute_view_digest(view) or message.previous != view.previous
+        ):
+            decision.remove(key, "starts from another view")
+        elif isinstance(body, m.Reveal):
+            commit = transcript.phases[Phase.COMMIT][key]
+            assert isinstance(commit.body, m.Commit)
+            opened = compute_commitment(config.run, view.step, view.attempt, key, body.share, body.salt)
+            if opened != commit.body.share:
+                case = m.WrongReveal(commit.message, message)
+                offence = Offence(
+                    Rule.REVEAL, view.step, "a share that does not open its commitment", (commit.message, message), case
+                )
+                decision.ban(key, offence)
+    return decision
+
+
+def _fits(
+    config: Config, transcript: Transcript, contributors: tuple[bytes, ...], index: int, key: bytes, letter: Letter
+) -> bool:
+    """Whether a body can be said by this member in this attempt."""
+    view, body, count = transcript.view, letter.body, len(transcript.view.roster)
+    if isinstance(body, m.Commit):
+        return (body.parts is not None) == (key in contributors)
+    if isinstance(body, m.Aggregate):
+        known = all(i < count and view.roster[i] in contributors for i in body.missing)
+        opened = all(i < count and j < count for i, j in body.unopened)
+        again = letter.message.phase is Phase.AGGREGATE_AGAIN
+        if again:
+            first = transcript.phases[Phase.AGGREGATE][key].body
+            same = not isinstance(first, m.Aggregate) or first.result in (None, body.result)
+            return known and opened and same and not body.trials
+        return known and not body.unopened
+    if isinstance(body, m.Report):
+        if key not in contributors:
+            whole = not body.sums and not body.norms
+        else:
+            whole = len(body.norms) == count and len(body.sums) == count * config.projections
+        return whole and all(i < count for i in body.lacking)
+    return True
+
+
+def find_unopened(
+    transcript: Transcript, bodies: Mapping[bytes, m.Aggregate | m.Vote], asked: set[tuple[int, int]]
+) -> Decision:
+    """Who did not open a part although asked: more than ``bound`` members, so an honest one, did not get it."""
+    view, decision = transcript.view, Decision()
+    lacking = Counter(pair for body in bodies.values() for pair in body.unopened if pair in asked)
+    for (owner, _), count in lacking.items():
+        if count > view.bound:
+            decision.remove(view.roster[owner], "did not open a part that it was asked for")
+    return decision
+
+
+def decide_openings(config: Config, transcript: Transcript) -> Decision:
+    """After AGGREGATE was said again: whoever withheld a part goes, or whoever still denies to have it."""
+    again = transcript.phases[Phase.AGGREGATE_AGAIN]
+    bodies = {key: x.body for key, x in again.items() if isinstance(x.body, m.Aggregate)}
+    decision = find_unopened(transcript, bodies, find_requests(transcript))
+    if not decision.removed:
+        for key, body in bodies.items():
+            if body.result is None:
+                decision.remove(key, "denies to have a part that all could get")
+    return decision
+
+
+def find_requests(transcript: Transcript) -> set[tuple[int, int]]:
+    """The pairs (owner, part) that aggregators named missing."""
+    found = set()
+    for part, letter in enumerate(transcript.phases[Phase.AGGREGATE].values()):
+        if isinstance(letter.body, m.Aggregate):
+            found |= {(owner, part) for owner in letter.body.missing}
+    return found
+
+
+def decide_aggregates(transcript: Transcript) -> Decision:
+    """After REPORT: an aggregate that at most ``bound`` members have puts its aggregator out."""
+    view, decision = transcript.view, Decision()
+    lacking: Counter[int] = Counter()
+    for letter in transcript.phases[Phase.REPORT].values():
+        if isinstance(letter.body, m.Report):
+            lacking.update(letter.body.lacking)
+    for part, count in lacking.items():
+        if len(view.roster) - count <= view.bound:
+            decision.remove(view.roster[part], "kept its aggregate from almost everybody")
+    return decision
+
+
+def decide_reports(transcript: Transcript) -> Decision:
+    """After REPORT was said again: an aggregate that others had could be fetched."""
+    decision = Decision()
+    for key, letter in transcript.phases[Phase.REPORT_AGAIN].items():
+        if isinstance(letter.body, m.Report) and letter.body.lacking:
+            decision.remove(key, "denies to have an aggregate that all could get")
+    return decision
+
+
+# ---- The whole step
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Something to vote on: an accusation, the commit of somebody who left, or an aggregate far from everybody."""
+
+    digest: bytes
+    accusers: tuple[bytes, ...] = ()
+    suspect: Suspect | None = None
+    part: int | None = None
+
+
+def make_agenda(config: Config, transcript: Transcript) -> tuple[Case, ...]:
+    view, cases = transcript.view, {}
+    for suspect in view.suspects:
+        place = suspect.step.to_bytes(8, "little") + suspect.attempt.to_bytes(8, "little")
+        digest = compute_digest("suspect", suspect.key, place)
+        cases[digest] = Case(digest, suspect=suspect)
+    for part in find_distant(config, transcript):
+        digest = compute_digest("norms", view.step.to_bytes(8, "little"), part.to_bytes(8, "little"))
+        cases[digest] = Case(digest, part=part)
+    share = (MAX_BALLOTS - len(cases)) // len(view.roster)
+    accusers: dict[bytes, list[bytes]] = {}
+    for key, letter in transcript.phases[Phase.CONFIRM].items():
+        if isinstance(letter.body, m.Confirm):
+            for digest in letter.body.accusations[: max(share, 0)]:
+                accusers.setdefault(digest, []).append(key)
+    cases |= {digest: Case(digest, tuple(keys)) for digest, keys in accusers.items()}
+    return tuple(cases[digest] for digest in sorted(cases))
+
+
+def find_distant(config: Config, transcript: Transcript) -> list[int]:
+    """V3: parts whose aggregate more than half of the contributors find farther than ``delta_max``."""
+    reports = [x.body for x in (transcript.reports or {}).values() if isinstance(x.body, m.Report) and x.body.norms]
+    parts = len(transcript.view.roster)
+    return [j for j in range(parts) if 2 * sum(body.norms[j] > config.delta_max for body in reports) > len(reports)]
+
+
+def find_voters(config: Config, transcript: Transcript, step: int, attempt: int) -> set[bytes]:
+    """Members now that were members then. Nobody votes on what is no longer kept."""
+    view = transcript.view
+    if (step, attempt) == (view.step, view.attempt):
+        return set(view.roster)
+    for record in view.attempts:
+        if (record.step, record.attempt) == (step, attempt):
+            return set(view.roster) & set(record.roster)
+    return set(view.roster)
+
+
+def is_received(transcript: Transcript, case: Case) -> bool:
+    """Whether enough members have the evidence. If so, an honest one has it, and all can get it."""
+    others = [key for key in transcript.view.roster if key not in case.accusers]
+    ballots = _ballots(transcript, case.digest)
+    return 2 * sum(ballots.get(key) is Verdict.NOT_RECEIVED for key in others) <= len(others)
+
+
+def _ballots(transcript: Transcript, digest: bytes) -> dict[bytes, Verdict]:
+    found = {}
+    for key, letter in transcript.phases.get(Phase.VOTE, {}).items():
+        if isinstance(letter.body, m.Vote):
+            for ballot in letter.body.ballots:
+                if ballot.case == digest:
+                    found[key] = ballot.verdict
+    return found
+
+
+def _tally(transcript: Transcript, digest: bytes, voters: set[bytes]) -> Verdict | None:
+    """The verdict of a strict majority, if there is one."""
+    ballots = _ballots(transcript, digest)
+    counts = Counter(ballots[key] for key in voters if key in ballots)
+    for verdict in (Verdict.GUILTY, Verdict.INNOCENT):
+        if 2 * counts[verdict] > len(voters):
+            return verdict
+    return None
+
+
+def get_accused(case: m.Accusation | m.Proof) -> bytes:
+    if isinstance(case, m.Accusation):
+        return case.accused
+    if isinstance(case, m.Equivocation):
+        return case.first.sender
+    return case.message.sender if isinstance(case, m.MalformedBody) else case.commit.sender
+
+
+_RULES: dict[type, Rule] = {
+    m.Equivocation: Rule.EQUIVOCATION,
+    m.WrongReveal: Rule.REVEAL,
+    m.WrongOpening: Rule.OPENING,
+    m.MalformedBody: Rule.MALFORMED,
+}
+
+
+def decide(config: Config, transcript: Transcript, agenda: tuple[Case, ...], cases: Cases) -> Decision:
+    """What follows from a whole attempt. ``cases`` holds what is behind the digests of the agenda."""
+    decision = Decision()
+    _decide_votes(config, transcript, agenda, cases, decision)
+    _decide_norms(transcript, agenda, decision)
+    _decide_sums(config, transcript, decision)
+    _decide_states(transcript, decision)
+    _decide_complaints(config, transcript, decision)
+    for key, letter in transcript.phases[Phase.CONFIRM].items():
+        if isinstance(letter.body, m.Confirm) and letter.body.leaving:
+            decision.remove(key, "left")
+    return decision
+
+
+def _decide_votes(
+    config: Config, transcript: Transcript, agenda: tuple[Case, ...], cases: Cases, decision: Decision
+) -> None:
+    view = transcript.view
+    votes = tuple(x.message for x in transcript.phases.get(Phase.VOTE, {}).values())
+    acquitted = []
+    verdicts: dict[bytes, Verdict | None] = {}
+    for case in agenda:
+        if case.suspect is not None:
+            suspect = case.suspect
+            voters = find_voters(config, transcript, suspect.step, suspect.attempt) - {suspect.key}
+            if _tally(transcript, case.digest, voters) is Verdict.GUILTY:
+                reason = "left, and its gradient was wrong"
+                decision.ban(suspect.key, Offence(Rule.GRADIENT, suspect.step, reason, votes))
+            acquitted.append(suspect)
+        elif case.accusers and is_received(transcript, case):
+            charge = cases[case.digest]
+            step, attempt = get_place(charge)
+            voters = find_voters(config, transcript, step, attempt) - {get_accused(charge), *case.accusers}
+            verdicts[case.digest] = _tally(transcript, case.digest, voters)
+    decision.acquitted = tuple(acquitted)
+    for key, letter in transcript.phases[Phase.CONFIRM].items():
+        if not isinstance(letter.body, m.Confirm):
+            continue
+        for digest in letter.body.accusations:
+            if not any(case.digest == digest for case in agenda):
+                break  # beyond its share of the agenda
+            if digest not in verdicts:
+                decision.remove(key, "accused without evidence")
+                break
+            if verdicts[digest] is Verdict.INNOCENT:
+                reason = "a false accusation"
+                decision.ban(key, Offence(_get_rule(cases[digest]), view.step, reason, votes, cases[digest]))
+                break
+            if verdicts[digest] is Verdict.GUILTY:
+                _convict(config, transcript, cases[digest], votes, decision)
+
+
+def get_place(charge: m.Accusation | m.Proof) -> tuple[int, int]:
+    if isinstance(charge, m.Accusation):
+        return charge.step, charge.attempt
+    message = charge.first if isinstance(charge, m.Equivocation) else None
+    message = message or (charge.message if isinstance(charge, m.MalformedBody) else charge.commit)  # type: ignore[union-attr]
+    return message.step, message.attempt
+
+
+def _get_rule(charge: m.Accusation | m.Proof) -> Rule:
+    return charge.rule if isinstance(charge, m.Accusation) else _RULES[type(charge)]
+
+
+def _convict(
+    config: Config,
+    transcript: Transcript,
+    charge: m.Accusation | m.Proof,
+    votes: tuple[Signed, ...],
+    decision: Decision,
+) -> None:
+    accused, (step, attempt), rule = get_accused(charge), get_place(charge), _get_rule(charge)
+    decision.ban(accused, Offence(rule, step, "convicted by vote", votes, charge))
+    if not isinstance(charge, m.Accusation) or not charge.parts:
+        return
+    if rule is Rule.REPORT and (step, attempt) == (transcript.view.step, transcript.view.attempt):
+        width = len(charge.parts)
+        for place, part in enumerate(charge.parts):
+            decision.corrections[accused, part] = charge.sums[place::width]
+    elif rule is Rule.GRADIENT:
+        record = _find_record(transcript.view, step, attempt)
+        for part in charge.parts:
+            if record is not None and part < len(record.roster):
+                reason = "let a wrong report on its aggregate pass"
+                decision.ban(record.roster[part], Offence(Rule.REPORT, step, reason, votes, charge))
+
+
+def _find_record(view: View, step: int, attempt: int) -> Committed | None:
+    return next((r for r in view.attempts if (r.step, r.attempt) == (step, attempt)), None)
+
+
+def _decide_norms(transcript: Transcript, agenda: tuple[Case, ...], decision: Decision) -> None:
+    """V3: the aggregate of an opened part was recomputed by all; whoever withheld its part goes instead."""
+    view = transcript.view
+    distant = [case for case in agenda if case.part is not None]
+    if not distant:
+        return
+    votes = transcript.phases.get(Phase.VOTE, {})
+    bodies = {key: x.body for key, x in votes.items() if isinstance(x.body, m.Vote)}
+    asked = {(owner, case.part) for case in distant for owner in range(len(view.roster)) if case.part is not None}
+    unopened = find_unopened(transcript, bodies, asked)
+    for key, reason in unopened.removed.items():
+        decision.remove(key, reason)
+        decision.wrong = True
+    for case in distant:
+        assert case.part is not None
+        aggregator = view.roster[case.part]
+        if _tally(transcript, case.digest, set(view.roster) - {aggregator}) is Verdict.GUILTY:
+            evidence = tuple(x.message for x in votes.values())
+            decision.ban(aggregator, Offence(Rule.NORMS, view.step, "an aggregate far from everybody", evidence))
+            decision.wrong = True
+
+
+def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> None:
+    """V2, after V1's corrections."""
+    view, reports = transcript.view, transcript.reports or {}
+    sizes = compute_part_sizes(config.size, len(view.roster))
+    dtype = WIRE_TYPES[config.wire]
+    bodies = {k: x.body for k, x in reports.items() if isinstance(x.body, m.Report) and x.body.norms}
+    parts = len(view.roster)
+    if not bodies:
+        return
+    evidence: tuple[Signed, ...] | None = None
+    for part, size in enumerate(sizes):
+        eps = sum_bound(view.tau, len(bodies), size, dtype, config.cap)
+        for place in range(config.projections):
+            total = 0.0
+            for key, body in bodies.items():
+                fixed = decision.corrections.get((key, part))
+                total += fixed[place] if fixed is not None else body.sums[place * parts + part]
+            if not abs(total) <= eps:
+                evidence = evidence or tuple(x.message for x in reports.values())
+                reason = f"its aggregate is off balance by {abs(total):.3g}, more than {eps:.3g}"
+                decision.ban(view.roster[part], Offence(Rule.SUM, view.step, reason, evidence))
+                decision.wrong = True
+
+
+def _decide_states(transcript: Transcript, decision: Decision) -> None:
+    """E5: whoever comes to another state than the majority has to fetch it again. Never a ban."""
+    confirms = transcript.phases[Phase.CONFIRM]
+    states = Counter(x.body.state for x in confirms.values() if isinstance(x.body, m.Confirm))
+    state, count = states.most_common(1)[0]
+    if 2 * count <= len(confirms):
+        return
+    decision.state = state
+    for key, letter in confirms.items():
+        if isinstance(letter.body, m.Confirm) and letter.body.state != state:
+            decision.remove(key, "came to another state")
+
+
+def find_complaints(transcript: Transcript) -> list[Complaint]:
+    view, found = transcript.view, []
+    for key, letter in transcript.phases.get(Phase.AGGREGATE, {}).items():
+        if isinstance(letter.body, m.Aggregate):
+            found += [Complaint(view.step, key, view.roster[i]) for i in letter.body.missing]
+    return found
+
+
+def _decide_complaints(config: Config, transcript: Transcript, decision: Decision) -> None:
+    """Elimination: a pair that keeps naming each other goes together; who is at odds with too many goes alone."""
+    view = transcript.view
+    fresh = find_complaints(transcript)
+    if not fresh:
+        return
+    complaints = [*view.complaints, *fresh]
+    at_odds: dict[bytes, set[bytes]] = {}
+    for complaint in complaints:
+        at_odds.setdefault(complaint.namer, set()).add(complaint.named)
+        at_odds.setdefault(complaint.named, set()).add(complaint.namer)
+    alone = {key for key, others in at_odds.items() if len(others) > view.bound}
+    for key in sorted(alone):
+        decision.remove(key, "at odds with more members than may be Byzantine")
+    pairs = Counter(frozenset((c.namer, c.named)) for c in complaints)
+    for pair, count in sorted(pairs.items(), key=lambda item: sorted(item[0])):
+        if count >= config.complaints and not pair & alone:
+            for key in sorted(pair):
+                decision.remove(key, "a pair that keeps accusing each other")
+
+
+# ---- Views
+
+
+def note_progress(config: Config, transcript: Transcript, until: int) -> View:
+    """The attempt's view with what was agreed below height ``until`` and outlives the attempt: commits and targets."""
+    view = transcript.view
+    known = {phase for height, phase in transcript.heights.items() if height < until}
+    contributors = compute_duties(config, view).contributors
+    if Phase.COMMIT in known and Phase.COMMIT in transcript.phases:
+        served = tuple(sorted(find_served(transcript))) if Phase.AGGREGATE in known else ()
+        view = note_commits(view, contributors, served)
+    if Phase.REVEAL in known and transcript.randomness is not None:
+        count = (view.attempt + 1) * config.validators
+        view = note_targets(view, draw_targets(transcript.randomness, contributors, count))
+    return view
+
+
+def find_served(transcript: Transcript) -> set[bytes]:
+    """Probationers whose commit a strict majority lists."""
+    view = transcript.view
+    listed = Counter(
+        trial
+        for letter in transcript.phases.get(Phase.AGGREGATE, {}).values()
+        if isinstance(letter.body, m.Aggregate)
+        for trial in letter.body.trials
+    )
+    candidates = {candidate.key for candidate in view.candidates}
+    return {trial.key for trial, count in listed.items() if 2 * count > len(view.roster) and trial.key in candidates}
+
+
+def make_retry(config: Config, transcript: Transcript, decision: Decision, height: int, previous: bytes) -> View:
+    """The view of the next attempt at the same step."""
+    view = note_progress(config, transcript, height)
+    changes = decision.get_changes(frozenset(transcript.late))
+    return retry_step(config, view, changes, height, previous, decision.acquitted)
+
+
+def make_next(config: Config, transcript: Transcript, decision: Decision, height: int, previous: bytes) -> View:
+    """The view of the next step, or of another attempt if an aggregate was wrong."""
+    if decision.wrong or decision.state is None or transcript.randomness is None:
+        return make_retry(config, transcript, decision, height, previous)
+    view = note_progress(config, transcript, height)
+    reports = [x.body for x in (transcript.reports or {}).values() if isinstance(x.body, m.Report) and x.body.norms]
+    scale = median(median(body.norms[j] for body in reports) for j in range(len(view.roster))) if reports else None
+    asked: Counter[bytes] = Counter()
+    for letter in transcript.phases[Phase.CONFIRM].values():
+        if isinstance(letter.body, m.Confirm):
+            asked.update(set(letter.body.joins))
+    return finish_step(
+        config,
+        view,
+        decision.get_changes(frozenset(transcript.late)),
+        height=height,
+        previous=previous,
+        randomness=transcript.randomness,
+        state=decision.state,
+        targets=(),
+        scale=scale,
+        complaints=find_complaints(transcript),
+        served=find_served(transcript),
+        joins=[key for key, count in asked.items() if count > transcript.view.bound],
+        acquitted=decision.acquitted,
+    )
+
+
+def follow_resolution(
+    config: Config, transcript: Transcript, height: int, resolution: Resolution, concluded: View | None
+) -> View:
+    """The view after a slow path. ``concluded`` is what the step leads to if it stands, or what was being sealed."""
+    if not resolution.out:
+        return transcript.view
+    previous = compute_digest("slow path", *(x for slot in resolution.slots for x in (slot.owner, *slot.values)))
+    changes = Changes(resolution.banned, resolution.removed, resolution.late)
+    start = height + 3  # above everything that anybody has signed
+    if concluded is not None:
+        return retry_step(config, concluded, changes, start, previous)
+    late = Changes(changes.banned, changes.removed, changes.late | frozenset(transcript.late))
+    return retry_step(config, note_progress(config, transcript, height), late, start, previous)
+
+
+def is_changed(before: View, after: View) -> bool:
+    """Whether the roster, or who may enter it, differs: then the old roster seals it."""
+    return after.step == before.step or set(after.roster) != set(before.roster) or after.banned != before.banned

@@ -1,0 +1,371 @@
+"""The view: everything that peers must agree on between two attempts, and how one view follows from another.
+
+A view names the members and their duties, the randomness, who is banned, who is on probation, and which state the step
+starts from. Each follows from the one before by a pure function of agreed messages, and its digest is signed by the
+members (in COMMIT, SEAL, ABORT or OUTCOME), so a newcomer can walk from the founders to the present.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+
+import msgspec
+from msgspec import Struct
+
+from phalanx.core.config import KEPT_STEPS, AutomaticTau, Config
+from phalanx.core.crypto import compute_digest
+from phalanx.core.randomness import Stream, derive_seed
+
+
+class _Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+    pass
+
+
+class Count(_Record, frozen=True):
+    key: bytes
+    count: int
+
+
+class Complaint(_Record, frozen=True):
+    """In ``step``, ``namer`` said that it lacked a part of ``named``."""
+
+    step: int
+    namer: bytes
+    named: bytes
+
+
+class Candidate(_Record, frozen=True):
+    """Somebody on probation: since when, how many steps it has to serve, and how many of its commits counted."""
+
+    key: bytes
+    since: int
+    term: int
+    served: int
+
+
+class Check(_Record, frozen=True):
+    """``checker`` recomputes what ``target`` committed to in the step before."""
+
+    checker: bytes
+    target: bytes
+
+
+class Committed(_Record, frozen=True):
+    """An attempt whose COMMIT was complete: who took part, who contributed, and who was on trial."""
+
+    step: int
+    attempt: int
+    roster: tuple[bytes, ...]
+    contributors: tuple[bytes, ...]
+    trials: tuple[bytes, ...]
+
+
+class Suspect(_Record, frozen=True):
+    """Somebody left after this commit: everyone recomputes it."""
+
+    key: bytes
+    step: int
+    attempt: int
+
+
+class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an attempt starts from."""
+
+    step: int
+    attempt: int
+    height: int
+    """Of the attempt's COMMIT."""
+    previous: bytes
+    """What the attempt's COMMIT names as the root before it."""
+    roster: tuple[bytes, ...]
+    bound: int
+    """b_t: how many members may still be Byzantine."""
+    randomness: bytes
+    state: bytes
+    """The digest of the state before the step."""
+    tau: float
+    scales: tuple[float, ...]
+    """The agreed scale of norms of the last steps, for automatic tau."""
+    order: tuple[bytes, ...]
+    """The roster as drawn for duties, once per step."""
+    targets: tuple[bytes, ...]
+    """Contributors of the step before whom the validators check."""
+    carried: tuple[bytes, ...]
+    """Contributors of this step whom a dead attempt's randomness has drawn: a retry draws more, not others."""
+    trial_checks: tuple[Check, ...]
+    banned: tuple[bytes, ...]
+    strikes: tuple[Count, ...]
+    absences: tuple[Count, ...]
+    """Former members, and how often each was removed."""
+    complaints: tuple[Complaint, ...]
+    candidates: tuple[Candidate, ...]
+    attempts: tuple[Committed, ...]
+    """Attempts of the last steps: what may still be checked."""
+    suspects: tuple[Suspect, ...]
+
+
+def encode_view(view: View) -> bytes:
+    return msgspec.msgpack.encode(view)
+
+
+_decoder = msgspec.msgpack.Decoder(View)
+
+
+def decode_view(data: bytes) -> View | None:
+    """The view in these bytes, or None. Whoever calls knows their digest from a certificate."""
+    try:
+        view = _decoder.decode(data)
+    except msgspec.DecodeError:
+        return None
+    return view if encode_view(view) == data else None
+
+
+@lru_cache(maxsize=256)
+def compute_view_digest(view: View) -> bytes:
+    return compute_digest("view", encode_view(view))
+
+
+def compute_quorum(config: Config, view: View) -> int:
+    """How many members' signatures settle a slow path."""
+    n = len(view.roster)
+    return (n + view.bound) // 2 + 1 if config.partition_safe else n // 2 + 1
+
+
+# ---- Duties
+
+
+@dataclass(frozen=True, slots=True)
+class Duties:
+    validators: tuple[bytes, ...]
+    contributors: tuple[bytes, ...]
+    checks: tuple[Check, ...]
+    margin: int
+    """Validators that the shrunken roster no longer affords."""
+
+
+@lru_cache(maxsize=64)
+def compute_duties(config: Config, view: View) -> Duties:
+    """Who validates whom, and who contributes. A validator that is gone is replaced by the next drawn."""
+    members = set(view.roster)
+    order = [key for key in view.order if key in members]
+    count = max(1, min(config.validators, len(order) - 2 * view.bound - 1 - config.outages))
+    validators: list[bytes] = []
+    checks = [check for check in view.trial_checks if check.checker in members]
+    for place, target in enumerate(view.targets):
+        if len(validators) < count:
+            free = [key for key in order if key != target and key not in validators]
+            if free:
+                validators.append(free[0])
+                checks.append(Check(free[0], target))
+                continue
+        others = [key for key in validators if key != target]
+        if others:
+            checks.append(Check(others[place % len(others)], target))
+    validators += [key for key in order if key not in validators][: count - len(validators)]
+    contributors = tuple(key for key in view.roster if key not in validators)
+    return Duties(tuple(validators), contributors, tuple(checks), config.validators - count)
+
+
+def draw_targets(randomness: bytes, contributors: Sequence[bytes], count: int) -> tuple[bytes, ...]:
+    stream = Stream(derive_seed(randomness, "targets"))
+    return tuple(stream.draw_sample(contributors, min(count, len(contributors))))
+
+
+def compute_batch_seed(config: Config, randomness: bytes, step: int, peer: bytes) -> bytes:
+    """The public batch that ``peer`` works on in ``step``."""
+    return derive_seed(randomness, "batch", config.run, step.to_bytes(8, "little"), peer)
+
+
+# ---- From one view to the next
+
+
+def make_genesis(config: Config) -> View:
+    randomness = derive_seed(config.run, "genesis", config.seed)
+    return View(
+        step=0,
+        attempt=0,
+        height=0,
+        previous=config.run,
+        roster=config.founders,
+        bound=config.byzantine,
+        randomness=randomness,
+        state=config.state,
+        tau=config.tau.start if isinstance(config.tau, AutomaticTau) else config.tau,
+        scales=(),
+        order=_draw_order(randomness, config.founders),
+        targets=(),
+        carried=(),
+        trial_checks=(),
+        banned=(),
+        strikes=(),
+        absences=(),
+        complaints=(),
+        candidates=(),
+        attempts=(),
+        suspects=(),
+    )
+
+
+def _draw_order(randomness: bytes, roster: Sequence[bytes]) -> tuple[bytes, ...]:
+    return tuple(Stream(derive_seed(randomness, "duties")).draw_sample(roster, len(roster)))
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Who goes, and why it matters later."""
+
+    banned: frozenset[bytes] = frozenset()
+    removed: frozenset[bytes] = frozenset()
+    late: frozenset[bytes] = frozenset()
+
+    @property
+    def out(self) -> frozenset[bytes]:
+        return self.banned | self.removed
+
+
+def remove_members(config: Config, view: View, changes: Changes, acquitted: Collection[Suspect] = ()) -> View:
+    """The view without those who go. Their commits of the last steps become suspect, unless they are banned anyway."""
+    gone = changes.out
+    was_member = set(view.roster) | {count.key for count in view.absences}
+    leaving = [key for key in view.roster if key in gone and key not in changes.banned]
+    suspects = {suspect for suspect in view.suspects if suspect not in acquitted and suspect.key not in changes.banned}
+    for attempt in view.attempts:
+        suspects |= {Suspect(key, attempt.step, attempt.attempt) for key in leaving if key in attempt.contributors}
+    fresh = [key for key in changes.banned if key in was_member and key not in view.banned]
+    return msgspec.structs.replace(
+        view,
+        roster=tuple(key for key in view.roster if key not in gone),
+        bound=max(0, view.bound - len(fresh)),
+        banned=tuple(sorted({*view.banned, *changes.banned})),
+        strikes=_count(view.strikes, changes.late, gone),
+        absences=_count(view.absences, leaving, changes.banned),
+        complaints=tuple(c for c in view.complaints if c.namer not in gone and c.named not in gone),
+        candidates=tuple(c for c in view.candidates if c.key not in gone),
+        suspects=tuple(sorted(suspects)),
+    )
+
+
+def retry_step(
+    config: Config, view: View, changes: Changes, height: int, previous: bytes, acquitted: Collection[Suspect] = ()
+) -> View:
+    """The same step once more, without those who go: same parameters and gradients, new slices and shares."""
+    view = remove_members(config, view, changes, acquitted)
+    return msgspec.structs.replace(view, attempt=view.attempt + 1, height=height, previous=previous)
+
+
+def note_commits(view: View, contributors: tuple[bytes, ...], trials: tuple[bytes, ...]) -> View:
+    """The view with this attempt's COMMIT on record: from now on whoever leaves has it checked."""
+    record = Committed(view.step, view.attempt, view.roster, contributors, trials)
+    return msgspec.structs.replace(view, attempts=(*view.attempts, record))
+
+
+def note_targets(view: View, targets: Iterable[bytes]) -> View:
+    """The view with targets that this attempt's randomness has drawn, in case the attempt dies."""
+    return msgspec.structs.replace(view, carried=tuple(dict.fromkeys((*view.carried, *targets))))
+
+
+def finish_step(
+    config: Config,
+    view: View,
+    changes: Changes,
+    *,
+    height: int,
+    previous: bytes,
+    randomness: bytes,
+    state: bytes,
+    targets: tuple[bytes, ...],
+    scale: float | None,
+    complaints: Sequence[Complaint],
+    served: Collection[bytes],
+    joins: Sequence[bytes],
+    acquitted: Collection[Suspect] = (),
+) -> View:
+    """The view of the next step."""
+    view = remove_members(config, view, changes, acquitted)
+    step = view.step + 1
+    if step >= config.steps and view.attempts:  # nobody will be drawn to check the last step: everybody does
+        last = view.attempts[-1]
+        everybody = {Suspect(key, last.step, last.attempt) for key in last.contributors if key in view.roster}
+        view = msgspec.structs.replace(view, suspects=tuple(sorted({*view.suspects, *everybody})))
+    view, graduates = _advance_candidates(config, view, served, joins, randomness, step)
+    known = {count.key for count in view.absences}
+    roster = view.roster + tuple(graduates)
+    strangers = sum(key not in known for key in graduates)
+    scales, tau = _move_tau(config, view, scale)
+    checkers = Stream(derive_seed(randomness, "trials"))
+    trial_checks = tuple(
+        Check(checkers.draw_sample(roster, 1)[0], key)
+        for key in sorted(served)
+        if key not in changes.out
+        for _ in range(config.probation_checks)
+    )
+    return msgspec.structs.replace(
+        view,
+        step=step,
+        attempt=0,
+        height=height,
+        previous=previous,
+        roster=roster,
+        # Whoever is new may be Byzantine: what bans have proven of others says nothing of it.
+        bound=min(config.byzantine, view.bound + strangers),
+        randomness=randomness,
+        state=state,
+        tau=tau,
+        scales=scales,
+        order=_draw_order(randomness, roster),
+        targets=tuple(dict.fromkeys((*targets, *view.carried))),
+        carried=(),
+        trial_checks=trial_checks,
+        complaints=tuple(
+            c for c in (*view.complaints, *complaints) if c.step > step - config.complaint_window and c.namer in roster
+        ),
+        attempts=tuple(a for a in view.attempts if a.step > step - 1 - KEPT_STEPS),
+        suspects=tuple(s for s in view.suspects if s.step > step - 1 - KEPT_STEPS),
+    )
+
+
+def _advance_candidates(
+    config: Config, view: View, served: Collection[bytes], joins: Sequence[bytes], randomness: bytes, step: int
+) -> tuple[View, list[bytes]]:
+    """Count the steps served; let in whoever is done; put on probation as many of those who asked as may be."""
+    room = len(view.roster)
+    graduates, staying = [], []
+    for candidate in view.candidates:
+        candidate = msgspec.structs.replace(candidate, served=candidate.served + (candidate.key in served))
+        if candidate.served >= candidate.term:
+            graduates.append(candidate.key)
+        elif step - candidate.since <= 2 * candidate.term:  # who does not show up gives the place to another
+            staying.append(candidate)
+    if room + len(graduates) > config.size:
+        graduates = graduates[: max(0, config.size - room)]
+    taken = {*view.roster, *view.banned, *graduates, *(c.key for c in staying)}
+    waiting = sorted({key for key in joins if key not in taken})
+    stream = Stream(derive_seed(randomness, "admission"))
+    absences = {count.key: count.count for count in view.absences}
+    for key in stream.draw_sample(waiting, min(len(waiting), max(0, config.admissions - len(staying)))):
+        staying.append(Candidate(key, step, config.probation * (1 + max(0, absences.get(key, 0) - 1)), 0))
+    return msgspec.structs.replace(view, candidates=tuple(sorted(staying))), graduates
+
+
+def _move_tau(config: Config, view: View, scale: float | None) -> tuple[tuple[float, ...], float]:
+    if not isinstance(config.tau, AutomaticTau):
+        return (), view.tau
+    auto = config.tau
+    if scale is None or not math.isfinite(scale):
+        return view.scales, view.tau
+    scales = (*view.scales, scale)[-auto.memory :]
+    aim = auto.multiple * median(scales)
+    tau = min(max(aim, view.tau / auto.step_factor), view.tau * auto.step_factor)
+    return scales, min(max(tau, auto.floor), auto.ceiling)
+
+
+def _count(counts: Sequence[Count], more: Iterable[bytes], gone: Collection[bytes]) -> tuple[Count, ...]:
+    table = {count.key: count.count for count in counts if count.key not in gone}
+    for key in more:
+        if key not in gone:
+            table[key] = table.get(key, 0) + 1
+    return tuple(Count(key, count) for key, count in sorted(table.items()))

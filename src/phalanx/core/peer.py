@@ -1,0 +1,558 @@
+"""One peer: what it holds, and what it does with a message, whatever it is waiting for at the time.
+
+Nothing here decides anything. Messages are checked, kept within limits, and given to whoever asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from phalanx.core import messages as m
+from phalanx.core.codec import encode
+from phalanx.core.config import KEPT_STEPS, Config
+from phalanx.core.crypto import Domain, compute_digest
+from phalanx.core.effects import Broadcast, Finished, ReadState, Receive, Send, Sign, Story
+from phalanx.core.envelope import Examiner, Letter
+from phalanx.core.membership import View, compute_duties, compute_quorum, compute_view_digest, decode_view, encode_view
+from phalanx.core.merkle import hash_part, verify_path
+from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
+from phalanx.core.partition import compute_part_sizes
+from phalanx.core.slowpath import Resolution
+from phalanx.core.transcript import Page, Transcript
+from phalanx.core.verification import WIRE_TYPES
+
+_PAST_HEIGHTS = 64
+_FUTURE_HEIGHTS = 4
+_MOST_CASES = 1024
+_MOST_JOINS = 256
+_ANSWERS = 256
+"""Requests of one peer that are answered in one attempt."""
+
+
+Follow: TypeAlias = "Callable[[Peer, Transcript, int, Resolution], View | None]"
+"""Which view follows when a slow path at a height of an attempt ended so; None if too little is here to say."""
+
+
+class Lost(Exception):  # noqa: N818
+    """The attempt is over: the run goes on from this view."""
+
+    def __init__(self, view: View, messages: tuple[Signed, ...]) -> None:
+        super().__init__()
+        self.view = view
+        self.messages = messages
+
+
+@dataclass(slots=True)
+class Own:
+    """What this peer made itself in one step: kept as long as somebody may want to check it."""
+
+    gradient: Tensor | None = None
+    parts: dict[int, list[bytes]] = field(default_factory=dict)
+    """The wire bytes of all parts, by attempt."""
+    paths: dict[int, list[tuple[bytes, ...]]] = field(default_factory=dict)
+    roots: dict[int, bytes] = field(default_factory=dict)
+
+
+class Peer:
+    """The memory of one peer."""
+
+    def __init__(
+        self, config: Config, key: bytes, examiner: Examiner, view: View, follow: Follow, clock: float = 0.0
+    ) -> None:
+        self.follow = follow
+        self.config, self.key, self.run, self.examiner = config, key, config.run, examiner
+        self.dtype = WIRE_TYPES[config.wire]
+        self.now = clock
+        self.links: list[tuple[View, tuple[Signed, ...]]] = []
+        """The views at which the roster changed, and who signed them."""
+        self.pages: dict[int, Page] = {}
+        self.transcripts: dict[tuple[int, int], Transcript] = {}
+        self.own: dict[int, Own] = {}
+        self.parts: dict[tuple[int, int, bytes, int], tuple[bytes, m.Path]] = {}
+        self.verified: set[tuple[Any, ...]] = set()
+        """Which of the parts and aggregates held are known to be what they should be."""
+        self.readings: dict[tuple[int, int, int], Tensor | None] = {}
+        self.aggregates: dict[tuple[int, int, int], bytes] = {}
+        self.state_chunks: dict[int, dict[int, bytes]] = {}
+        self.state_size: dict[int, int] = {}
+        self.openings: dict[tuple[int, int, bytes, int], Letter] = {}
+        self.trials: dict[int, dict[bytes, Letter]] = {}
+        self.timeouts: dict[tuple[int, int], dict[bytes, Letter]] = {}
+        self.votes: dict[tuple[int, int, bool], dict[bytes, Letter]] = {}
+        self.alarms: dict[int, m.Alarm] = {}
+        self.gossip: dict[tuple[int, int], dict[bytes, list[m.Gossip]]] = {}
+        self.cases: dict[bytes, m.Accusation | m.Proof] = {}
+        self.proofs: dict[bytes, bytes] = {}
+        """Accused key to the digest of a proof against it that nobody has acted on yet."""
+        self.joins: dict[bytes, Letter] = {}
+        self.asked: set[tuple[Any, ...]] = set()
+        self.answers: dict[bytes, int] = {}
+        self.partial: dict[tuple[Any, ...], dict[int, bytes]] = {}
+        self.answered_alarms: set[tuple[int, int]] = set()
+        self.gradients: dict[tuple[int, bytes], Tensor] = {}
+        """What was computed lately, by step and seed."""
+        self.finished: dict[int, Any] = {}
+        self.adopted: Lost | None = None
+        self.leaving = False
+        self.closed = False
+        self.enter(view)
+
+    # ---- Where we are
+
+    def enter(self, view: View, *, riding: bool = False) -> None:
+        """Start from a view. ``riding``: what led to it is complete, but settled only by the attempt's COMMIT."""
+        self.view = view
+        self.riding = riding
+        self.duties = compute_duties(self.config, view)
+        self.level = view.height - 1
+        self.root = view.previous
+        self.entered = self.now
+        self.grace = self.now
+        self.member = self.key in view.roster
+        self.contributes = self.key in self.duties.contributors
+        self.index = view.roster.index(self.key) if self.member else -1
+        self.sizes = compute_part_sizes(self.config.size, len(view.roster))
+        self.transcript = Transcript(view)
+        self.transcripts[view.step, view.attempt] = self.transcript
+        self.circle = {*view.roster, *(c.key for c in view.candidates), *(k for a in view.attempts for k in a.roster)}
+        self.audience = tuple(key for key in (*view.roster, *(c.key for c in view.candidates)) if key != self.key)
+        self.others = tuple(key for key in view.roster if key != self.key)
+        self.answers.clear()
+        self.adopted = None
+        self._forget()
+
+    def _forget(self) -> None:
+        step, height = self.view.step, self.view.height
+        table: dict[Any, Any]
+        old = step - KEPT_STEPS
+        oldest = height - _PAST_HEIGHTS
+        self.verified = {place for place in self.verified if place[0] >= old}
+        for table in (self.parts, self.aggregates, self.openings, self.transcripts, self.gradients, self.readings):
+            _drop(table, lambda place: place[0] < old)
+        _drop(self.own, lambda place: place < old)
+        for table in (self.pages, self.trials, self.alarms):
+            _drop(table, lambda place: place < oldest)
+        for table in (self.timeouts, self.votes, self.gossip):
+            _drop(table, lambda place: place[0] < oldest)
+        self.state_chunks = {at: chunks for at, chunks in self.state_chunks.items() if at >= step}
+        for accused in [accused for accused in self.proofs if accused in self.view.banned]:
+            del self.proofs[accused]
+        while len(self.cases) > _MOST_CASES:
+            del self.cases[next(iter(self.cases))]
+        self.asked = {request for request in self.asked if request[1] >= old}
+        self.partial = {place: chunks for place, chunks in self.partial.items() if place[1] >= old}
+
+    def page(self, height: int) -> Page:
+        page = self.pages.get(height)
+        if page is None:
+            page = self.pages[height] = Page()
+        return page
+
+    def find_epoch(self, height: int) -> Transcript | None:
+        """The attempt that a height belongs to."""
+        known = [t for t in self.transcripts.values() if t.view.height <= height]
+        return max(known, key=lambda t: t.view.height) if known else None
+
+    # ---- Receiving
+
+    def listen(self, until: float) -> Story:
+        """Wait for one message and take care of it; :class:`Lost` when one shows that the run went on elsewhere."""
+        delivery = yield Receive(until)
+        self.now = delivery.now
+        message = delivery.message
+        if message is not None:
+            if type(message) is Finished:
+                self.finished[message.ticket] = message.value
+            elif type(message) is Signed:
+                replies = self.take(message, delivery.sender)
+                if replies:
+                    yield from replies
+            else:
+                handler = _HANDLERS.get(type(message))
+                if handler is not None:
+                    yield from handler(self, delivery.sender, message)
+            if self.adopted is not None:
+                raise self.adopted
+        return None
+
+    def take(self, message: Signed, sender: bytes | None = None) -> Iterable[Any]:
+        """Keep a signed message if it can be of use. Nothing is unpacked before its signature was checked."""
+        if message.run != self.run:
+            return ()
+        domain, height = message.domain, message.height
+        if domain is Domain.JOIN:
+            return self._take_join(message, sender)
+        if message.sender not in self.circle:
+            return ()
+        if not self.view.height - _PAST_HEIGHTS <= height <= max(self.level + _FUTURE_HEIGHTS, self.view.height):
+            return ()
+        letter = self.examiner.examine(message)
+        if letter is None:
+            return ()
+        if domain is Domain.AGREED:
+            page = self.page(height)
+            if page.add(letter):
+                if letter.body is None and message.sender not in self.view.banned:
+                    self.keep_proof(message.sender, m.MalformedBody(message))
+                if message.sender in page.seconds:
+                    return self._take_equivocation(page, message.sender)
+        elif domain is Domain.TIMEOUT and isinstance(letter.body, m.Timeout):
+            self.timeouts.setdefault((height, letter.body.round), {}).setdefault(message.sender, letter)
+        elif domain is Domain.OUTCOME and isinstance(letter.body, m.Outcome):
+            self.votes.setdefault((height, letter.body.round, letter.body.final), {}).setdefault(message.sender, letter)
+        elif domain is Domain.TRIAL and isinstance(letter.body, m.Trial):
+            self.trials.setdefault(height, {}).setdefault(message.sender, letter)
+        elif domain is Domain.OPENING and isinstance(letter.body, m.Opening):
+            place = (message.step, message.attempt, message.sender, letter.body.part)
+            self.openings.setdefault(place, letter)
+        return ()
+
+    def _take_equivocation(self, page: Page, key: bytes) -> Iterable[Any]:
+        if key in self.proofs or key in self.view.banned:
+            return ()
+        first, second = page.letters[key].message, page.seconds[key].message
+        self.keep_proof(key, m.Equivocation(first, second))
+        return (Broadcast(self.others, second), Broadcast(self.others, first))
+
+    def keep_proof(self, accused: bytes, proof: m.Proof) -> None:
+        digest = compute_case_digest(proof)
+        self.cases[digest] = proof
+        self.proofs.setdefault(accused, digest)
+
+    def _take_join(self, message: Signed, sender: bytes | None) -> Iterable[Any]:
+        key = message.sender
+        view = self.view
+        if key in self.joins or key in view.roster or key in view.banned or len(self.joins) >= _MOST_JOINS:
+            return ()
+        letter = self.examiner.examine(message)
+        if letter is None or letter.body is None:
+            return ()
+        self.joins[key] = letter
+        return (Broadcast(self.others, message),)  # whoever knows one member is known to all
+
+    # ---- Long bytes
+
+    def store_part(self, sender: bytes, chunk: m.PartChunk) -> None:
+        place = (chunk.step, chunk.attempt, chunk.owner, chunk.part)
+        if sender != chunk.owner and ("part", *place, sender) not in self.asked:
+            return
+        data = self._assemble(("part", *place, sender), chunk)
+        if data is None:
+            return
+        held = self.parts.get(place)
+        if held is None or not self.has_part(place):
+            self.parts[place] = (data, chunk.path)
+
+    def has_part(self, place: tuple[int, int, bytes, int]) -> bool:
+        """Whether the bytes held are those that their owner committed to."""
+        return self.get_part(place) is not None
+
+    def get_part(self, place: tuple[int, int, bytes, int]) -> bytes | None:
+        """A part that fits its owner's commitment."""
+        step, attempt, owner, part = place
+        transcript = self.transcripts.get((step, attempt))
+        if transcript is None:
+            return None
+        if owner == self.key:
+            mine = self.own.get(step)
+            return mine.parts[attempt][part] if mine and attempt in mine.parts else None
+        held = self.parts.get(place)
+        if held is None or place in self.verified:
+            return held[0] if held is not None else None
+        root = self.get_commitment(transcript, owner)
+        if root is None:
+            return None
+        data, path = held
+        if not verify_path(root, len(transcript.view.roster), part, hash_part(data), path):
+            return None
+        self.verified.add(place)
+        return data
+
+    def get_path(self, place: tuple[int, int, bytes, int]) -> m.Path:
+        step, attempt, owner, part = place
+        return self.own[step].paths[attempt][part] if owner == self.key else self.parts[place][1]
+
+    def get_commitment(self, transcript: Transcript, owner: bytes) -> bytes | None:
+        """The Merkle root of the owner's parts in that attempt."""
+        letter = transcript.phases.get(Phase.COMMIT, {}).get(owner) or self.trials.get(transcript.view.height, {}).get(
+            owner
+        )
+        return letter.body.parts if letter is not None and isinstance(letter.body, m.Commit | m.Trial) else None
+
+    def store_aggregate(self, sender: bytes, chunk: m.AggregateChunk) -> None:
+        place = (chunk.step, chunk.attempt, chunk.part)
+        transcript = self.transcripts.get((chunk.step, chunk.attempt))
+        if transcript is None or chunk.part >= len(transcript.view.roster):
+            return
+        owner = transcript.view.roster[chunk.part]
+        if sender != owner and ("aggregate", *place, sender) not in self.asked:
+            return
+        data = self._assemble(("aggregate", *place, sender), chunk)
+        if data is not None and (place not in self.aggregates or not self.has_aggregate(transcript, chunk.part)):
+            self.aggregates[place] = data
+
+    def has_aggregate(self, transcript: Transcript, part: int) -> bool:
+        place = (transcript.view.step, transcript.view.attempt, part)
+        if place in self.verified:
+            return True
+        data = self.aggregates.get(place)
+        letter = (transcript.aggregates or {}).get(transcript.view.roster[part])
+        if data is None or letter is None or not isinstance(letter.body, m.Aggregate):
+            return False
+        if hash_part(data) != letter.body.result:
+            return False
+        self.verified.add(place)
+        return True
+
+    def _assemble(self, place: tuple[Any, ...], chunk: m.PartChunk | m.AggregateChunk) -> bytes | None:
+        """The whole, once all chunks are here; no more than the part's true size is ever kept."""
+        transcript = self.transcripts.get((chunk.step, chunk.attempt))
+        if transcript is None or chunk.part >= len(transcript.view.roster):
+            return None
+        sizes = compute_part_sizes(self.config.size, len(transcript.view.roster))
+        if chunk.size != sizes[chunk.part] * self.dtype.itemsize:
+            return None
+        if len(chunk.data) == chunk.size:
+            return chunk.data
+        if chunk.offset % MAX_CHUNK or len(chunk.data) != min(MAX_CHUNK, chunk.size - chunk.offset):
+            return None
+        chunks = self.partial.setdefault(place, {})
+        chunks[chunk.offset] = chunk.data
+        if sum(map(len, chunks.values())) < chunk.size:
+            return None
+        del self.partial[place]
+        return b"".join(chunks[offset] for offset in sorted(chunks))
+
+    # ---- Certificates
+
+    def remember_link(self, view: View, messages: tuple[Signed, ...]) -> None:
+        """Keep the certificate of a view with another roster, for those who follow the chain."""
+        if not self.links or view.height > self.links[-1][0].height:
+            self.links.append((view, messages))
+
+
+def _drop(table: dict[Any, Any], is_old: Callable[[Any], bool]) -> None:
+    for place in [place for place in table if is_old(place)]:
+        del table[place]
+
+
+def is_certified(config: Config, examiner: Examiner, before: View, view: View, messages: Iterable[Signed]) -> bool:
+    """Whether the roster of ``before`` says that ``view`` follows: all of it, or a quorum of final votes."""
+    digest = compute_view_digest(view)
+    whole: set[bytes] = set()
+    votes: dict[tuple[int, int], set[bytes]] = {}
+    for message in messages:
+        if message.run != config.run or message.sender not in before.roster or message.height < before.height:
+            continue
+        letter = examiner.examine(message)
+        body = letter.body if letter is not None else None
+        if isinstance(body, m.Seal | m.Abort | m.Commit) and body.view == digest:
+            whole.add(message.sender)
+        elif isinstance(body, m.Outcome) and body.final and body.view == digest:
+            votes.setdefault((message.height, body.round), set()).add(message.sender)
+    quorum = compute_quorum(config, before)
+    return len(whole) == len(before.roster) or any(len(signers) >= quorum for signers in votes.values())
+
+
+def compute_case_digest(case: m.Accusation | m.Proof) -> bytes:
+    return compute_digest("case", encode(case))
+
+
+def make_chunks(make: Callable[[int, int, bytes], Message], data: bytes) -> list[Message]:
+    """``data`` in messages of bounded length; ``make(size, offset, piece)`` makes one."""
+    return [make(len(data), offset, data[offset : offset + MAX_CHUNK]) for offset in range(0, len(data), MAX_CHUNK)]
+
+
+# ---- What each kind of direct message does
+
+
+def _may_answer(peer: Peer, sender: bytes) -> bool:
+    peer.answers[sender] = peer.answers.get(sender, 0) + 1
+    return peer.answers[sender] <= _ANSWERS
+
+
+def _on_part(peer: Peer, sender: bytes, message: m.PartChunk) -> Story:
+    peer.store_part(sender, message)
+    yield from ()
+
+
+def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Story:
+    peer.store_aggregate(sender, message)
+    yield from ()
+
+
+def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
+    for signed in message.messages:
+        yield from peer.take(signed)
+
+
+def _on_pull_messages(peer: Peer, sender: bytes, message: m.PullMessages) -> Story:
+    if not _may_answer(peer, sender):
+        return
+    page, trials = peer.pages.get(message.height, Page()), peer.trials.get(message.height, {})
+    found = tuple(letter.message for key in message.senders for letter in page.get_all(key))
+    found += tuple(trials[key].message for key in message.senders if key in trials)
+    if found:
+        yield Send(sender, m.Certificate(found[: m.MAX_MEMBERS]))
+
+
+def _on_pull_part(peer: Peer, sender: bytes, message: m.PullPart) -> Story:
+    place = (message.step, message.attempt, message.owner, message.part)
+    transcript = peer.transcripts.get((message.step, message.attempt))
+    if transcript is None or message.part >= len(transcript.view.roster) or not _may_answer(peer, sender):
+        return
+    data = peer.get_part(place)
+    if data is not None:
+        yield from send_part(peer, (sender,), place, data)
+
+
+def send_part(peer: Peer, to: tuple[bytes, ...], place: tuple[int, int, bytes, int], data: bytes) -> Story:
+    """A part with the path that ties it to its commitment."""
+    step, attempt, owner, part = place
+    path = peer.get_path(place)
+    for chunk in make_chunks(
+        lambda size, at, piece: m.PartChunk(step, attempt, owner, part, path, size, at, piece), data
+    ):
+        yield Broadcast(to, chunk)
+
+
+def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> Story:
+    transcript = peer.transcripts.get((message.step, message.attempt))
+    if transcript is None or message.part >= len(transcript.view.roster) or not _may_answer(peer, sender):
+        return
+    if peer.has_aggregate(transcript, message.part):
+        data = peer.aggregates[message.step, message.attempt, message.part]
+        yield from send_aggregate((sender,), message.step, message.attempt, message.part, data)
+
+
+def send_aggregate(to: tuple[bytes, ...], step: int, attempt: int, part: int, data: bytes) -> Story:
+    for chunk in make_chunks(lambda size, at, piece: m.AggregateChunk(step, attempt, part, size, at, piece), data):
+        yield Broadcast(to, chunk)
+
+
+def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
+    if message.step > peer.view.step or not _may_answer(peer, sender):
+        return
+    data = yield ReadState(message.step)
+    if data is not None and message.offset < len(data):
+        piece = data[message.offset : message.offset + MAX_CHUNK]
+        yield Send(sender, m.StateChunk(message.step, len(data), message.offset, piece))
+
+
+def _on_state(peer: Peer, sender: bytes, message: m.StateChunk) -> Story:
+    if ("state", message.step, sender) in peer.asked:
+        peer.state_size[message.step] = message.size
+        peer.state_chunks.setdefault(message.step, {})[message.offset] = message.data
+    yield from ()
+
+
+def _on_pull_proof(peer: Peer, sender: bytes, message: m.PullProof) -> Story:
+    case = peer.cases.get(message.case)
+    if case is not None and _may_answer(peer, sender):
+        yield Send(sender, case)
+
+
+def _on_case(peer: Peer, sender: bytes, message: m.Accusation | m.Proof) -> Story:
+    digest = compute_case_digest(message)
+    if ("case", peer.view.step, digest) in peer.asked:  # nothing that nobody asked for
+        peer.cases[digest] = message
+    yield from ()
+
+
+def _on_pull_chain(peer: Peer, sender: bytes, message: m.PullChain) -> Story:
+    if not _may_answer(peer, sender):
+        return
+    links = [link for link in peer.links if link[0].height > message.height]
+    commits = peer.transcript.phases.get(Phase.COMMIT)
+    if commits is not None and peer.view.height > message.height:
+        links.append((peer.view, tuple(letter.message for letter in commits.values())))
+    found = tuple(m.Link(encode_view(view), messages) for view, messages in links[: m.MAX_LINKS])
+    if found:
+        yield Send(sender, m.Chain(found))
+
+
+def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
+    """Walk from the view we are in to the latest that is certified, each by the roster of the one before."""
+    view, adopted = peer.view, None
+    for link in message.links:
+        later = decode_view(link.view)
+        if later is None or later.height <= view.height:
+            continue
+        if not is_certified(peer.config, peer.examiner, view, later, link.messages):
+            break
+        if later.roster != view.roster:
+            peer.remember_link(later, link.messages)
+        view, adopted = later, Lost(later, link.messages)
+    if adopted is not None:
+        peer.adopted = adopted
+    yield from ()
+
+
+def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
+    """Somebody opens a slow path. Whoever is past it shows why it is needless; the others join (``broadcast.py``)."""
+    for signed in message.evidence:
+        yield from peer.take(signed)
+    if message.height >= peer.level:
+        held = peer.alarms.get(message.height)
+        if held is None or held.round < message.round:
+            peer.alarms[message.height] = message
+    elif (message.height, message.round) not in peer.answered_alarms:
+        peer.answered_alarms.add((message.height, message.round))
+        yield from answer_alarm(peer, message)
+
+
+def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:
+    """All messages of the next height are the proof that this one is settled."""
+    epoch = peer.find_epoch(alarm.height + 1)
+    page = peer.pages.get(alarm.height + 1)
+    if not peer.member or epoch is None or page is None:
+        return
+    letters = [page.letters[key] for key in epoch.view.roster if key in page.letters]
+    if len(letters) < len(epoch.view.roster):
+        return
+    item = compute_item_digest(letters)
+    endorsement = yield Sign(
+        alarm.height, peer.view.step, peer.view.attempt, Phase.COMMIT, bytes(32), m.Endorsement(alarm.round, item)
+    )
+    relay = m.Relay(tuple(letter.message for letter in letters), (endorsement,))
+    peer.grace = peer.now + 3 * peer.config.delta
+    yield Broadcast(peer.others, m.Gossip(alarm.height, alarm.round, (relay,)))
+
+
+def compute_item_digest(letters: Iterable[Letter]) -> bytes:
+    """The name of an item of the slow path."""
+    return compute_digest("item", *(letter.digest for letter in letters))
+
+
+def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
+    if sender in peer.circle and message.height >= peer.level - 1:
+        queue = peer.gossip.setdefault((message.height, message.round), {}).setdefault(sender, [])
+        if len(queue) < 4 * len(peer.circle) + 64:
+            queue.append(message)
+    yield from ()
+
+
+_HANDLERS: dict[type, Callable[[Peer, Any, Any], Story]] = {
+    m.PartChunk: _on_part,
+    m.AggregateChunk: _on_aggregate,
+    m.StateChunk: _on_state,
+    m.Certificate: _on_certificate,
+    m.Chain: _on_chain,
+    m.Gossip: _on_gossip,
+    m.Alarm: _on_alarm,
+    m.PullMessages: _on_pull_messages,
+    m.PullPart: _on_pull_part,
+    m.PullAggregate: _on_pull_aggregate,
+    m.PullState: _on_pull_state,
+    m.PullProof: _on_pull_proof,
+    m.PullChain: _on_pull_chain,
+    m.Accusation: _on_case,
+    m.Equivocation: _on_case,
+    m.WrongReveal: _on_case,
+    m.WrongOpening: _on_case,
+    m.MalformedBody: _on_case,
+}

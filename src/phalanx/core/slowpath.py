@@ -1,0 +1,121 @@
+"""How a slow path ends: from what all honest members have seen, who is out and what stands. Pure functions.
+
+The slow path at height ``j`` is Dolev-Strong broadcast over the messages of heights ``j`` and ``j + 1``, run by
+``broadcast.py``. While messages arrive within ``delta``, all honest members come to the same :class:`Seen`, hence to
+the same :class:`Resolution`. Honest members have all sent their message of height ``j``, have put everything they hold
+into the exchange, and name at ``j + 1`` only a root that follows from what they put in. Whoever does otherwise is out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.core.envelope import Letter
+from phalanx.core.messages import Phase, SlotOutcome, Timeout
+from phalanx.core.transcript import Page, Values, compute_values_root
+
+_CLOSING = (Phase.CONFIRM, Phase.VOTE)
+_AFTER = (Phase.SEAL, Phase.COMMIT)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a slow path brought: letters of both heights, and timeouts."""
+
+    here: Page = field(default_factory=Page)
+    next: Page = field(default_factory=Page)
+    timeouts: dict[bytes, list[Letter]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """Who goes and on what the rest goes on."""
+
+    banned: frozenset[bytes]
+    removed: frozenset[bytes]
+    late: frozenset[bytes]
+    root: bytes
+    """Of the height before."""
+    values: Values | None
+    """The letters of this height, if every member has one."""
+    stands: bool
+    """The step that was being closed stands on ``values``."""
+    slots: tuple[SlotOutcome, ...]
+
+    @property
+    def out(self) -> frozenset[bytes]:
+        return self.banned | self.removed
+
+
+def resolve(
+    height: int,
+    roster: Sequence[bytes],
+    bound: int,
+    strikes: Mapping[bytes, int],
+    limit: int,
+    seen: Seen,
+    successor: bytes | None = None,
+) -> Resolution | None:
+    """The one conclusion from what was seen; None if it allows none (then ``delta`` did not hold).
+
+    ``successor`` is what the next height names when that does not depend on this one's messages: after SEAL and ABORT.
+    """
+    here, beyond = seen.here, seen.next
+    double = {key for key in roster if key in here.seconds}
+    banned = double | {key for key in roster if key in beyond.seconds}
+    missing = {key for key in roster if key not in here.letters}
+    named = Counter(
+        key
+        for timeouts in seen.timeouts.values()
+        for key in {key for letter in timeouts if isinstance(letter.body, Timeout) for key in letter.body.missing}
+    )
+    late = {key for key in roster if named[key] > bound and key not in missing}
+
+    # The height before is settled: one root has an honest member behind it.
+    roots = Counter(here.letters[key].message.previous for key in roster if key not in missing | double)
+    backed = [root for root, count in roots.items() if count > bound]
+    if len(backed) != 1:
+        return None
+    root = backed[0]
+    stray = {key for key in roster if key not in missing | double and here.letters[key].message.previous != root}
+
+    said = {key: beyond.letters[key] for key in roster if key in beyond.letters and key not in beyond.seconds}
+    values: Values | None = None
+    closing = False
+    if missing:
+        unsupported = set(said)  # nobody honest can have completed this height
+    elif double:
+        unsupported = set()
+        # One of two values was named by enough to have been acted on, or none was.
+        counts = Counter(letter.message.previous for key, letter in said.items() if key not in double)
+        chosen = [name for name, count in counts.items() if count > bound]
+        if len(chosen) == 1:
+            values = here.find_values(roster, chosen[0])
+            closing = values is not None and _is_closing(said, chosen[0], bound)
+    else:
+        values = {key: here.letters[key] for key in roster}
+        name = successor or compute_values_root(roster, values)
+        unsupported = {key for key, letter in said.items() if letter.message.previous != name}
+        closing = _is_closing(said, name, bound)
+    removed = (missing | stray | unsupported | {key for key in late if strikes.get(key, 0) + 1 >= limit}) - banned
+    slots = tuple(
+        SlotOutcome(place, key, tuple(sorted(letter.digest for letter in page.get_all(key))))
+        for place, page in ((height, here), (height + 1, beyond))
+        for key in sorted(roster)
+        if place == height or key in page.letters
+    )
+    return Resolution(
+        frozenset(banned), frozenset(removed), frozenset(late - removed - banned), root, values, closing, slots
+    )
+
+
+def _is_closing(said: Mapping[bytes, Letter], root: bytes, bound: int) -> bool:
+    """Whether more than ``bound`` members took this height for the last of its step, and went on from ``root``."""
+    on = [letter.message.phase for letter in said.values() if letter.message.previous == root]
+    return sum(phase in _AFTER for phase in on) > bound
+
+
+def is_last(phase: Phase) -> bool:
+    return phase in _CLOSING

@@ -1,0 +1,647 @@
+"""One step of training together (the paper's BTARD-SGD, docs/PROTOCOL.md section 5). Read this file first.
+
+``run_attempt`` goes through the phases once. It returns the view to go on from: of the next step, or of another attempt
+at this one. When a slow path removes somebody in between, :class:`Lost` carries that view instead. ``run_peer`` is a
+peer's whole life: attempts, one after another; a peer that is not (or no longer) a member follows them without a voice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import msgspec
+import torch
+
+from phalanx.core import messages as m
+from phalanx.core.broadcast import agree
+from phalanx.core.checking import (
+    ask_part,
+    check_case,
+    check_commit,
+    compute_gradient,
+    cut,
+    fetch,
+    fetch_case,
+    is_proven,
+    read_aggregates,
+    read_parts,
+)
+from phalanx.core.config import Config
+from phalanx.core.crypto import compute_commitment, compute_digest
+from phalanx.core.effects import (
+    AdoptState,
+    Apply,
+    Broadcast,
+    ComputeAggregate,
+    ComputeReport,
+    DrawSecret,
+    Effect,
+    HasState,
+    Keep,
+    Note,
+    Send,
+    Sign,
+    Story,
+    Undo,
+)
+from phalanx.core.envelope import Examiner
+from phalanx.core.events import (
+    AttemptStarted,
+    Banned,
+    Diverged,
+    MarginLost,
+    Removed,
+    RunFinished,
+    StepFinished,
+    Synced,
+)
+from phalanx.core.justice import (
+    Case,
+    Decision,
+    decide,
+    decide_aggregates,
+    decide_openings,
+    decide_reports,
+    find_distant,
+    find_offenders,
+    find_requests,
+    follow_resolution,
+    is_changed,
+    is_received,
+    make_agenda,
+    make_next,
+    make_retry,
+)
+from phalanx.core.membership import (
+    View,
+    compute_batch_seed,
+    compute_view_digest,
+    decode_view,
+    encode_view,
+    make_genesis,
+)
+from phalanx.core.merkle import compute_paths, hash_part
+from phalanx.core.messages import Phase, Rule, Verdict
+from phalanx.core.partition import join_parts
+from phalanx.core.peer import Lost, Own, Peer, compute_case_digest, send_aggregate, send_part
+from phalanx.core.slowpath import Resolution
+from phalanx.core.transcript import Transcript, Values
+from phalanx.core.verification import (
+    compute_column,
+    encode_tensor,
+    is_same_report,
+    projection_seeds,
+    read_part,
+)
+
+
+def run_attempt(peer: Peer) -> Story:
+    """All phases of one attempt, from the peer's view. Returns the next view and whether it still has to be sealed."""
+    config, view, transcript = peer.config, peer.view, peer.transcript
+    yield Note(AttemptStarted(view))
+    findings, accusations = yield from check_targets(peer)
+    own = yield from prepare_parts(peer)
+
+    # COMMIT: to my parts, and to a share of randomness.
+    share, salt = yield DrawSecret(view.height)
+    hidden = compute_commitment(config.run, view.step, view.attempt, peer.key, share, salt)
+    body = m.Commit(own.roots.get(view.attempt) if peer.contributes else None, hidden, compute_view_digest(view))
+    yield from agree(peer, Phase.COMMIT, body, work=count_work(peer) * config.gradient_time)
+    if peer.riding:
+        yield from finish_previous(peer)
+    offenders = find_offenders(config, transcript, Phase.COMMIT)
+    if offenders.banned or offenders.removed:
+        return (yield from abort(peer, offenders))
+
+    # Scatter, AGGREGATE, gather: part j goes to member j, who returns the clipped mean.
+    yield from scatter(peer, own)
+    aggregate = yield from aggregate_part(peer, peer.entered + 2 * config.delta + config.transfer_time)
+    yield from agree(peer, Phase.AGGREGATE, aggregate, work=config.transfer_time)
+    offenders = find_offenders(config, transcript, Phase.AGGREGATE)
+    if not offenders.banned and find_requests(transcript):
+        unopened = yield from open_parts(peer, own, find_requests(transcript))
+        aggregate = yield from aggregate_part(peer, peer.now)
+        aggregate = msgspec.structs.replace(aggregate, unopened=unopened, trials=())
+        yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=config.transfer_time)
+        offenders = find_offenders(config, transcript, Phase.AGGREGATE_AGAIN)
+        if not offenders.banned:
+            offenders = decide_openings(config, transcript)
+    if offenders.banned or offenders.removed:
+        return (yield from abort(peer, offenders))
+
+    # REVEAL: the shares make the randomness of the next step, unknown to all until now.
+    reveals = yield from agree(peer, Phase.REVEAL, m.Reveal(share, salt))
+    offenders = find_offenders(config, transcript, Phase.REVEAL)
+    if offenders.banned:
+        return (yield from abort(peer, offenders))
+    transcript.randomness = combine_shares(config, view, reveals)
+
+    # REPORT: what my parts say of the aggregates.
+    yield from gather(peer, peer.entered + 2 * config.delta + config.transfer_time)
+    report = yield from make_report(peer, own, findings)
+    yield from agree(peer, Phase.REPORT, report, work=config.transfer_time)
+    offenders = find_offenders(config, transcript, Phase.REPORT)
+    if not offenders.banned:
+        offenders = decide_aggregates(transcript)
+    if not offenders.banned and not offenders.removed and is_lacking(transcript):
+        yield from gather(peer, peer.entered + 2 * config.delta + config.transfer_time)
+        report = yield from make_report(peer, own, findings)
+        yield from agree(peer, Phase.REPORT_AGAIN, report, work=config.transfer_time)
+        offenders = find_offenders(config, transcript, Phase.REPORT_AGAIN)
+        if not offenders.banned:
+            offenders = decide_reports(transcript)
+    if offenders.banned or offenders.removed:
+        return (yield from abort(peer, offenders))
+
+    # CONFIRM: the new state, and what I hold against others.
+    state = yield from apply_update(peer)
+    accusations += check_reports(peer)
+    yield from agree(peer, Phase.CONFIRM, make_confirm(peer, state, accusations))
+    offenders = find_offenders(config, transcript, Phase.CONFIRM)
+    if offenders.banned:
+        return (yield from abort(peer, offenders))
+    return (yield from conclude(peer, state))
+
+
+def run_closing(peer: Peer) -> Story:
+    """After the last step: everybody checks its contributors before the final state is released."""
+    yield Note(AttemptStarted(peer.view))
+    body = make_confirm(peer, peer.view.state, [])
+    yield from agree(peer, Phase.CONFIRM, body)
+    if peer.riding:
+        yield from finish_previous(peer)
+    offenders = find_offenders(peer.config, peer.transcript, Phase.CONFIRM)
+    if offenders.banned:
+        return (yield from abort(peer, offenders))
+    return (yield from conclude(peer, peer.view.state))
+
+
+# ---- COMMIT
+
+
+def count_work(peer: Peer) -> int:
+    """How many gradients the busiest member computes before COMMIT."""
+    load = dict.fromkeys(peer.duties.contributors, 1)
+    for check in peer.duties.checks:
+        load[check.checker] = load.get(check.checker, 0) + 1
+    return max(load.values(), default=1)
+
+
+def check_targets(peer: Peer) -> Story:
+    """A validator's work: recompute what its targets committed to in the step before."""
+    view = peer.view
+    findings: dict[bytes, Verdict] = {}
+    accusations: list[m.Accusation] = []
+    done = [record for record in view.attempts if record.step == view.step - 1]
+    for check in peer.duties.checks:
+        if check.checker != peer.key or not done or check.target in findings or check.target in view.banned:
+            continue
+        transcript = peer.transcripts.get((done[-1].step, done[-1].attempt))
+        if transcript is None:
+            continue
+        verdict, wrong = yield from check_commit(peer, transcript, check.target)
+        findings[check.target] = verdict
+        commit = transcript.phases.get(Phase.COMMIT, {}).get(check.target) or peer.trials.get(
+            transcript.view.height, {}
+        ).get(check.target)
+        if verdict is Verdict.GUILTY and commit is not None:
+            report = (transcript.reports or {}).get(check.target) if wrong else None
+            quoted = report.message if report is not None else None
+            step, attempt = transcript.view.step, transcript.view.attempt
+            accusations.append(
+                m.Accusation(Rule.GRADIENT, check.target, step, attempt, wrong, commit.message, quoted, (), ())
+            )
+    return tuple(m.Finding(key, findings[key]) for key in sorted(findings)), accusations
+
+
+def prepare_parts(peer: Peer) -> Story:
+    """My gradient, cut for this roster. It is computed once per step, whatever the attempt."""
+    view = peer.view
+    own = peer.own.setdefault(view.step, Own())
+    on_trial = any(candidate.key == peer.key for candidate in view.candidates)
+    if not peer.contributes and not on_trial:
+        return own
+    if view.attempt not in own.parts:
+        seed = compute_batch_seed(peer.config, view.randomness, view.step, peer.key)
+        own.parts[view.attempt] = cut((yield from compute_gradient(peer, view.step, seed)), len(view.roster))
+        digests = [hash_part(part) for part in own.parts[view.attempt]]
+        own.roots[view.attempt], own.paths[view.attempt] = compute_paths(digests)
+    if on_trial:
+        body = m.Trial(own.roots[view.attempt])
+        trial = yield Sign(view.height, view.step, view.attempt, Phase.COMMIT, view.previous, body)
+        yield Broadcast(peer.others, trial)
+    return own
+
+
+# ---- AGGREGATE
+
+
+def scatter(peer: Peer, own: Own) -> Story:
+    view = peer.view
+    if not peer.contributes:
+        return
+    for part, data in enumerate(own.parts[view.attempt]):
+        if view.roster[part] != peer.key:
+            yield from send_part(peer, (view.roster[part],), (view.step, view.attempt, peer.key, part), data)
+
+
+def aggregate_part(peer: Peer, until: float) -> Story:
+    """My part of everybody's gradient, clipped and sent to all; or whose parts I did not get."""
+    view = peer.view
+    if not peer.member:
+        return m.Aggregate(None, (0,), (), ())
+    places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
+    wanted = list(places)
+    while wanted:
+        wanted = [place for place in wanted if not peer.has_part(place)]
+        if not wanted or peer.now >= until:
+            break
+        yield from peer.listen(until)
+    trials = tuple(
+        m.Listed(key, letter.digest)
+        for key, letter in sorted(peer.trials.get(view.height, {}).items())
+        if any(candidate.key == key for candidate in view.candidates)
+    )
+    if wanted:
+        missing = tuple(sorted(view.roster.index(place[2]) for place in wanted))
+        return m.Aggregate(None, missing, (), trials)
+    place = (view.step, view.attempt, peer.index)
+    if place not in peer.aggregates:
+        rows = torch.stack([read_own(peer, place)[0] for place in places])
+        result = yield ComputeAggregate(rows, view.tau)
+        peer.aggregates[place] = encode_tensor(result)
+    data = peer.aggregates[place]
+    yield from send_aggregate(peer.audience, *place, data)
+    return m.Aggregate(hash_part(data), (), (), trials)
+
+
+def read_own(peer: Peer, place: tuple[int, int, bytes, int]) -> tuple[torch.Tensor, bool]:
+    """A row of the part that I aggregate, and whether its bytes mean anything."""
+    data = peer.get_part(place)
+    assert data is not None
+    return read_part(data, peer.sizes[peer.index], peer.dtype, peer.config.cap)
+
+
+def open_parts(peer: Peer, own: Own, requests: set[tuple[int, int]]) -> Story:
+    """Broadcast the parts that aggregators miss; collect those of others. Returns what did not come."""
+    view = peer.view
+    for owner, part in sorted(requests):
+        if view.roster[owner] == peer.key and peer.contributes:
+            data, path = own.parts[view.attempt][part], own.paths[view.attempt][part]
+            body = m.Opening(part, hash_part(data), path)
+            opening = yield Sign(peer.level, view.step, view.attempt, Phase.AGGREGATE, peer.root, body)
+            yield Broadcast(peer.others, opening)
+            yield from send_part(peer, peer.others, (view.step, view.attempt, peer.key, part), data)
+    places = {(view.step, view.attempt, view.roster[i], j): (i, j) for i, j in requests}
+
+    def ask() -> Iterable[Effect]:
+        for place in places:
+            if not peer.has_part(place):
+                yield from ask_part(peer, place, peer.others)
+
+    peer.asked |= {("part", *place, key) for place in places for key in (place[2],)}
+    until = peer.entered + 3 * peer.config.delta + peer.config.transfer_time
+    yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, until)
+    find_wrong_openings(peer)
+    return tuple(sorted(pair for place, pair in places.items() if not peer.has_part(place)))
+
+
+def find_wrong_openings(peer: Peer) -> None:
+    """E3: a signed opening that does not lead to the committed root is a proof."""
+    commits = peer.transcript.phases[Phase.COMMIT]
+    for (step, attempt, owner, _), letter in peer.openings.items():
+        if (step, attempt) == (peer.view.step, peer.view.attempt) and owner in commits and owner not in peer.proofs:
+            proof = m.WrongOpening(commits[owner].message, letter.message)
+            if is_proven(peer.run, peer.examiner, proof):
+                peer.keep_proof(owner, proof)
+
+
+# ---- REVEAL and REPORT
+
+
+def combine_shares(config: Config, view: View, reveals: Values) -> bytes:
+    shares = [x.body.share for x in reveals.values() if isinstance(x.body, m.Reveal)]
+    place = view.step.to_bytes(8, "little") + view.attempt.to_bytes(8, "little")
+    return compute_digest("randomness", config.run, place, *shares)
+
+
+def gather(peer: Peer, until: float) -> Story:
+    """Wait for the aggregates; ask others for those that their aggregators kept back."""
+    transcript = peer.transcript
+    view = transcript.view
+    wanted = set(range(len(view.roster)))
+
+    def is_here() -> bool:
+        for part in [part for part in wanted if peer.has_aggregate(transcript, part)]:
+            wanted.discard(part)
+        return not wanted
+
+    def ask() -> Iterable[Effect]:
+        for part in sorted(wanted):
+            place = (view.step, view.attempt, part)
+            peer.asked |= {("aggregate", *place, key) for key in peer.others}
+            yield Broadcast(peer.others, m.PullAggregate(*place, 0))
+
+    if peer.member and not is_here():  # what is under way should not be asked for
+        soon = min(until, peer.now + peer.config.delta)
+        while peer.now < soon and not is_here():
+            yield from peer.listen(soon)
+    yield from fetch(peer, is_here, ask, until)
+
+
+def make_report(peer: Peer, own: Own, findings: tuple[m.Finding, ...]) -> Story:
+    view, transcript, count = peer.view, peer.transcript, len(peer.view.roster)
+    assert transcript.randomness is not None
+    aggregates = read_aggregates(peer, transcript)
+    lacking = tuple(part for part, aggregate in enumerate(aggregates) if aggregate is None)
+    if not peer.contributes:
+        return m.Report((), (), lacking, findings)
+    parts = tuple(read_parts(peer, own.parts[view.attempt], count))
+    seeds = projection_seeds(transcript.randomness, count, peer.config.projections)
+    result = yield ComputeReport(parts, tuple(aggregates), seeds, view.tau)
+    return m.Report(result.sums, result.norms, lacking, findings)
+
+
+def is_lacking(transcript: Transcript) -> bool:
+    return any(isinstance(x.body, m.Report) and x.body.lacking for x in transcript.phases[Phase.REPORT].values())
+
+
+# ---- CONFIRM and what follows
+
+
+def apply_update(peer: Peer) -> Story:
+    """Take the step; it can be undone until it is final."""
+    aggregates = read_aggregates(peer, peer.transcript)
+    if any(aggregate is None for aggregate in aggregates):  # a follower may come too late; the state can be fetched
+        return bytes(32)
+    whole = join_parts([aggregate for aggregate in aggregates if aggregate is not None])
+    return (yield Apply(peer.view.step, whole.to(torch.float32)))
+
+
+def check_reports(peer: Peer) -> list[m.Accusation]:
+    """V1: recompute what everybody reported of my part. E4: name the rows that were no numbers."""
+    view, transcript, config = peer.view, peer.transcript, peer.config
+    if not peer.member or not peer.duties.contributors:
+        return []
+    aggregate = read_aggregates(peer, transcript)[peer.index]
+    reports, commits = transcript.reports or {}, transcript.phases[Phase.COMMIT]
+    places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
+    if aggregate is None or not all(map(peer.has_part, places)):
+        return []
+    rows = [read_own(peer, place) for place in places]
+    seeds = projection_seeds(transcript.randomness or b"", len(view.roster), config.projections)[peer.index]
+    sums, norms = compute_column(torch.stack([row for row, _ in rows]), aggregate, seeds, view.tau)
+    size, count, found = peer.sizes[peer.index], len(view.roster), []
+    for place, (key, (_, valid)) in enumerate(zip(peer.duties.contributors, rows, strict=True)):
+        if key == peer.key:
+            continue
+        commit, report = commits[key], reports[key]
+        if not valid:
+            charge = m.Accusation(
+                Rule.MALFORMED, key, view.step, view.attempt, (peer.index,), commit.message, None, (), ()
+            )
+            found.append(charge)
+        body = report.body
+        if not isinstance(body, m.Report) or not body.norms or peer.index in body.lacking:
+            continue
+        right = tuple(float(x) for x in sums[:, place])
+        norm = float(norms[place])
+        said = body.sums[peer.index :: count]
+        if not all(
+            is_same_report(claim, body.norms[peer.index], true, norm, view.tau, size)
+            for claim, true in zip(said, right, strict=True)
+        ):
+            found.append(
+                m.Accusation(
+                    Rule.REPORT,
+                    key,
+                    view.step,
+                    view.attempt,
+                    (peer.index,),
+                    commit.message,
+                    report.message,
+                    right,
+                    (norm,),
+                )
+            )
+    return found
+
+
+def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m.Confirm:
+    view = peer.view
+    digests = []
+    for charge in accusations:
+        digest = compute_case_digest(charge)
+        peer.cases[digest] = charge
+        digests.append(digest)
+    digests += [digest for accused, digest in sorted(peer.proofs.items()) if accused in peer.circle]
+    known = {*view.roster, *view.banned, *(candidate.key for candidate in view.candidates)}
+    joins = sorted(key for key in peer.joins if key not in known)
+    if len(joins) > m.MAX_CASES:  # everybody lists the same ones
+        joins = sorted(sorted(joins, key=lambda key: compute_digest("join", view.randomness, key))[: m.MAX_CASES])
+    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), peer.leaving)
+
+
+def conclude(peer: Peer, state: bytes) -> Story:
+    """VOTE if there is something to vote on, decide, and SEAL if the roster changes."""
+    config, transcript = peer.config, peer.transcript
+    agenda = make_agenda(config, transcript)
+    if agenda:
+        ballots, unopened = yield from make_ballots(peer, agenda)
+        work = (1 + len(agenda)) * config.gradient_time + config.transfer_time + 6 * config.delta
+        yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=work)
+        offenders = find_offenders(config, transcript, Phase.VOTE)
+        if offenders.banned:
+            return (yield from abort(peer, offenders))
+        for case in agenda:
+            if case.accusers and is_received(transcript, case):
+                yield from fetch_case(peer, case, peer.now + 1000 * config.delta)
+    decision = decide(config, transcript, agenda, peer.cases)
+    view = make_next(config, transcript, decision, peer.level + 1, peer.root)
+    if not is_changed(peer.view, view):
+        return view, True
+    view = msgspec.structs.replace(view, height=peer.level + 2)
+    if peer.member and decision.state is not None and decision.state != state:
+        yield Note(Diverged(peer.view.step))
+    yield from seal(peer, Phase.SEAL, m.Seal(compute_view_digest(view)), view)
+    yield from announce(peer, decision)
+    return view, False
+
+
+def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
+    """My verdict on every case; for V3, everybody's part is opened first."""
+    view, config = peer.view, peer.config
+    unopened: tuple[tuple[int, int], ...] = ()
+    if any(case.part is not None for case in agenda):
+        distant = find_distant(config, peer.transcript)
+        requests = {(view.roster.index(key), part) for key in peer.duties.contributors for part in distant}
+        unopened = yield from open_parts(peer, peer.own.setdefault(view.step, Own()), requests)
+    until = peer.now + 3 * config.delta
+    ballots = []
+    for case in agenda:
+        verdict = (yield from check_case(peer, case, until)) if peer.member else Verdict.NOT_RECEIVED
+        ballots.append(m.Ballot(case.digest, verdict))
+    return tuple(ballots), unopened
+
+
+def abort(peer: Peer, decision: Decision) -> Story:
+    """End this attempt together, without the culprits."""
+    view = make_retry(peer.config, peer.transcript, decision, peer.level + 2, peer.root)
+    culprits = tuple(sorted((*decision.banned, *decision.removed)))
+    yield from seal(peer, Phase.ABORT, m.Abort(culprits, compute_view_digest(view)), view)
+    yield from announce(peer, decision)
+    return view, False
+
+
+def seal(peer: Peer, phase: Phase, body: m.Seal | m.Abort, view: View) -> Story:
+    peer.transcript.sealing = view
+    letters = yield from agree(peer, phase, body)
+    peer.remember_link(view, tuple(letter.message for letter in letters.values()))
+
+
+def announce(peer: Peer, decision: Decision) -> Story:
+    """Tell the outside who went, and why."""
+    at = peer.view.step
+    for key, offence in decision.banned.items():
+        yield Note(Banned(key, offence.rule, offence.step, at, offence.reason, offence.evidence, offence.case))
+    for key, reason in decision.removed.items():
+        yield Note(Removed(key, at, reason))
+
+
+def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resolution) -> View | None:
+    """The view after a slow path at ``height``."""
+    config, phase = peer.config, transcript.heights[height]
+    concluded = transcript.sealing if phase in (Phase.SEAL, Phase.ABORT) else None
+    if concluded is None and resolution.stands and resolution.values is not None:
+        closed = Transcript(
+            transcript.view,
+            {**transcript.phases, phase: resolution.values},
+            {**transcript.heights, height: phase},
+            late=transcript.late,
+            randomness=transcript.randomness,
+        )
+        agenda = make_agenda(config, closed)
+        if any(case.accusers and is_received(closed, case) and case.digest not in peer.cases for case in agenda):
+            return None
+        decision = decide(config, closed, agenda, peer.cases)
+        concluded = make_next(config, closed, decision, height + 1, bytes(32))
+    return follow_resolution(config, transcript, height, resolution, concluded)
+
+
+# ---- A peer's life
+
+
+def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None, clock: float = 0.0) -> Story:
+    """Take part until the run ends. ``kept`` is the last view on disk, if this peer has been here before."""
+    view = (decode_view(kept) if kept is not None else None) or make_genesis(config)
+    peer = Peer(config, key, examiner, view, follow, clock)
+    returning = kept is not None or key not in config.founders
+    riding = False
+    while True:
+        try:
+            if returning:
+                returning = False
+                yield from catch_up(peer)
+            yield from prepare(peer)
+            if peer.view.step < config.steps:
+                view, riding = yield from run_attempt(peer)
+            elif not peer.closed:
+                view, riding = yield from run_closing(peer)
+                peer.closed = not view.suspects
+            else:
+                return (yield from linger(peer))
+        except Lost as lost:
+            view, riding = lost.view, False
+            if peer.riding and view.step >= peer.view.step:
+                yield from finish_previous(peer)
+            if set(view.roster) != set(peer.view.roster):
+                peer.remember_link(view, lost.messages)
+            yield from announce_lost(peer, view)
+        before = peer.view
+        peer.enter(view, riding=riding)
+        if view.step <= before.step:
+            yield Undo(view.step)
+        if not riding:
+            yield Keep(encode_view(view))
+            if view.step > before.step:
+                yield Note(StepFinished(view.step - 1, view))
+        if peer.duties.margin:
+            yield Note(MarginLost(view.step, peer.duties.margin))
+
+
+def finish_previous(peer: Peer) -> Story:
+    """COMMIT is complete: what the step before led to is settled for ever."""
+    peer.riding = False
+    yield Keep(encode_view(peer.view))
+    yield Note(StepFinished(peer.view.step - 1, peer.view))
+
+
+def announce_lost(peer: Peer, view: View) -> Story:
+    """Whoever is missing in a view that a slow path led to."""
+    for key in sorted(set(view.banned) - set(peer.view.banned)):
+        pages = [page for page in peer.pages.values() if key in page.seconds]
+        evidence = (pages[-1].letters[key].message, pages[-1].seconds[key].message) if pages else ()
+        yield Note(
+            Banned(key, Rule.EQUIVOCATION, view.step, view.step, "signed two messages at one height", evidence, None)
+        )
+    for key in sorted(set(peer.view.roster) - set(view.roster) - set(view.banned)):
+        yield Note(Removed(key, view.step, "silent, late or astray"))
+
+
+def catch_up(peer: Peer) -> Story:
+    """Ask for the views that followed the one I know; :class:`Lost` brings the latest."""
+    yield Broadcast(peer.others, m.PullChain(peer.view.height))
+    end = peer.now + 2 * peer.config.delta
+    while peer.now < end:
+        yield from peer.listen(end)
+
+
+def prepare(peer: Peer) -> Story:
+    """Hold the state that the view starts from; ask to join if I am not in."""
+    view = peer.view
+    if not peer.member and key_may_ask(peer):
+        join = yield Sign(view.height, view.step, view.attempt, Phase.COMMIT, bytes(32), m.Join(view.previous, "any"))
+        yield Broadcast(peer.others, join)
+    if (yield HasState(view.step, view.state)):
+        return
+    for server in itertools.cycle(sorted(peer.others)):
+        data = yield from fetch_state(peer, server)
+        if data is not None and (yield AdoptState(view.step, view.state, data)):
+            yield Note(Synced(view.step, view.state))
+            return
+        yield Broadcast(peer.others, m.PullChain(view.height))  # we may be too late for this one
+
+
+def key_may_ask(peer: Peer) -> bool:
+    view = peer.view
+    return peer.key not in view.banned and all(candidate.key != peer.key for candidate in view.candidates)
+
+
+def fetch_state(peer: Peer, server: bytes) -> Story:
+    """The state in chunks from one member; what it is worth shows when it is whole."""
+    step = peer.view.step
+    peer.asked.add(("state", step, server))
+    peer.state_chunks.pop(step, None)
+    peer.state_size.pop(step, None)
+    until = peer.now + 4 * peer.config.delta + peer.config.transfer_time
+    while peer.now < until:
+        chunks = peer.state_chunks.get(step, {})
+        got = sum(map(len, chunks.values()))
+        if step in peer.state_size and got >= peer.state_size[step]:
+            return b"".join(chunks[at] for at in sorted(chunks))
+        yield Send(server, m.PullState(step, got))
+        before = len(chunks)
+        end = min(until, peer.now + 2 * peer.config.delta)
+        while peer.now < end and len(peer.state_chunks.get(step, {})) == before:
+            yield from peer.listen(end)
+    return None
+
+
+def linger(peer: Peer) -> Story:
+    """The run is over: answer those who are not as far."""
+    yield Note(RunFinished(peer.view))
+    end = peer.now + 60 * peer.config.delta
+    while peer.now < end:
+        yield from peer.listen(end)
+    return peer.view

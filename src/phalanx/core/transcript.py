@@ -1,0 +1,90 @@
+"""What the members said in one attempt, as agreed: the only thing that decisions rest on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from phalanx.core.crypto import compute_digest
+from phalanx.core.envelope import Letter
+from phalanx.core.membership import View
+from phalanx.core.messages import Phase
+
+Values = dict[bytes, Letter]
+"""One letter from every member."""
+
+_MOST_DOUBLE = 8
+
+
+def compute_values_root(roster: Iterable[bytes], values: Mapping[bytes, Letter]) -> bytes:
+    """The root of a phase: what the next phase's messages name."""
+    return compute_digest("phase", *(values[key].digest for key in roster))
+
+
+@dataclass(slots=True)
+class Page:
+    """The agreed messages of one height: the first of every sender, and a second that contradicts it."""
+
+    letters: Values = field(default_factory=dict)
+    seconds: Values = field(default_factory=dict)
+    roots: set[bytes] = field(default_factory=set)
+    """What the first letters name as the root before them."""
+
+    def add(self, letter: Letter) -> bool:
+        """Take a letter; whether it is news."""
+        sender = letter.message.sender
+        first = self.letters.get(sender)
+        if first is None:
+            self.letters[sender] = letter
+            self.roots.add(letter.message.previous)
+            return True
+        if first.digest != letter.digest and sender not in self.seconds:
+            self.seconds[sender] = letter
+            return True
+        return False
+
+    def get_all(self, sender: bytes) -> list[Letter]:
+        return [page[sender] for page in (self.letters, self.seconds) if sender in page]
+
+    def find_values(self, roster: Collection[bytes], root: bytes) -> Values | None:
+        """The letters of the roster whose root this is, if they are here."""
+        if any(key not in self.letters for key in roster):
+            return None
+        double = [key for key in roster if key in self.seconds][:_MOST_DOUBLE]
+        for chosen in itertools.product((False, True), repeat=len(double)):
+            swapped = {key for key, swap in zip(double, chosen, strict=True) if swap}
+            values = {key: (self.seconds if key in swapped else self.letters)[key] for key in roster}
+            if compute_values_root(roster, values) == root:
+                return values
+        return None
+
+
+@dataclass(slots=True)
+class Transcript:
+    """One attempt."""
+
+    view: View
+    phases: dict[Phase, Values] = field(default_factory=dict)
+    heights: dict[int, Phase] = field(default_factory=dict)
+    roots: dict[Phase, bytes] = field(default_factory=dict)
+    late: set[bytes] = field(default_factory=set)
+    """Who earned a strike in a slow path of this attempt."""
+    sealing: View | None = None
+    """The view that SEAL or ABORT, once complete, leads to."""
+    settled: set[int] = field(default_factory=set)
+    """Heights whose slow path ended without anybody going."""
+    randomness: bytes | None = None
+
+    def record(self, height: int, phase: Phase, values: Values, root: bytes) -> None:
+        self.phases[phase] = values
+        self.heights[height] = phase
+        self.roots[phase] = root
+
+    @property
+    def reports(self) -> Values | None:
+        return self.phases.get(Phase.REPORT_AGAIN, self.phases.get(Phase.REPORT))
+
+    @property
+    def aggregates(self) -> Values | None:
+        return self.phases.get(Phase.AGGREGATE_AGAIN, self.phases.get(Phase.AGGREGATE))

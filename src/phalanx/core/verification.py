@@ -1,0 +1,436 @@
+"""The arithmetic of verification: what bytes mean, what reports say, and how far apart two honest answers can be.
+
+Pure functions, no state. Rules V1 to V4 (docs/PROTOCOL.md, section 7) come down to three quantities for contributor
+``i`` and part ``j``, all in float64:
+
+* ``clip(x) = x min(1, tau / |x|)`` of ``x = g_i[j] - a[j]``, the part minus the aggregate;
+* ``norm = |x|``;
+* ``s = <z, clip(x)>`` for a Gaussian vector ``z`` that nobody could know before the aggregate was fixed.
+
+The aggregate balances ``sum_i clip(g_i - a) = 0``, hence ``sum_i s_i = 0`` but for rounding. On CPUs each of these
+numbers has the same bits wherever it is computed: products first, then numpy's pairwise sums of ``_CHUNK`` at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phalanx.core.clipping import PROMISE
+from phalanx.core.gram import is_narrow
+from phalanx.core.messages import Verdict
+from phalanx.core.randomness import Stream, derive_seed, gaussian_table
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+WIRE_TYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+# Rounding to the wire type may lengthen a gradient that was scaled to the cap; by less than this, for every type.
+_CAP_SLACK = 1.02
+# Where a norm is this close to its limit, it is summed exactly: all peers must agree on which side it is.
+_CLOSE = 1e-9
+# V1: float64 sums in any order agree to about 1e-13 on this scale.
+_REPORT_TOLERANCE = 1e-10
+# Who accuses must be surer than who votes. Otherwise a report at the very edge of the tolerance, wrong by one order of
+# summation and right by another, would get an honest accuser banned.
+ACCUSER_MARGIN = 2.0
+# V2: how many standard deviations of <z, e> the bound allows.
+_SIGMAS = 6.0
+_TINY = 1e-30
+_LARGEST_RADIUS = 1e300
+
+_CHUNK = 1 << 16
+_FROM_START = np.zeros(1, dtype=np.intp)
+_SMALL = 1 << 15  # up to so many numbers, times projections, short parts are handled together and their z kept
+_INTEGERS = {4: (torch.int32, np.int32, "<i4"), 2: (torch.int16, np.int16, "<i2")}
+
+
+# ---- What bytes mean
+
+
+def encode_tensor(t: Tensor) -> bytes:
+    """The numbers of a vector in a wire type, as little-endian bytes."""
+    if t.ndim != 1 or t.dtype not in WIRE_TYPES.values():
+        raise ValueError(f"t: expected a vector of {', '.join(WIRE_TYPES)}, got shape {tuple(t.shape)} of {t.dtype}")
+    integer, _, little = _INTEGERS[t.itemsize]
+    return t.detach().cpu().contiguous().view(integer).numpy().astype(little, copy=False).tobytes()
+
+
+def decode_tensor(data: bytes | memoryview, size: int, dtype: torch.dtype) -> Tensor | None:
+    """The vector of ``size`` numbers, or None if the bytes are too many or too few for it."""
+    _, native, little = _INTEGERS[dtype.itemsize]
+    if len(data) != size * dtype.itemsize:
+        return None
+    if size == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(np.frombuffer(data, little).astype(native)).view(dtype)
+
+
+def prepare_gradient(vector: Tensor, cap: float, dtype: torch.dtype) -> Tensor:
+    """The one form in which a gradient is committed to: finite, no longer than ``cap``, in the wire type.
+
+    One that is not finite as float32 becomes zero: whoever validates gets the same, so an overflow is nobody's guilt.
+    Numbers beyond the type's range are brought to its edge. The norm is summed in one order on every CPU.
+    """
+    values = vector.detach().to("cpu", torch.float32)
+    square = _square(values)
+    if not math.isfinite(square):
+        return torch.zeros(len(values), dtype=dtype, device=vector.device)
+    norm, largest = math.sqrt(square), torch.finfo(dtype).max
+    scale = cap / norm if norm > cap else 1.0
+    out = torch.empty(len(values), dtype=dtype)
+    for columns in _chunks(len(values)):
+        out[columns] = (values[columns].double() * scale).clamp(-largest, largest)
+    return out.to(vector.device)
+
+
+def read_part(data: bytes | memoryview, size: int, dtype: torch.dtype, cap: float) -> tuple[Tensor, bool]:
+    """What everybody takes committed bytes to mean, and whether they were valid.
+
+    Bytes of the wrong length, with a number that is not finite, or longer than an honest part can be, count as the zero
+    vector: the committed gradient is then defined all the same, and the aggregate with it.
+    """
+    part = decode_tensor(data, size, dtype)
+    if part is None or not _is_within(part, _longest(cap, size, dtype)):
+        return torch.zeros(size, dtype=dtype), False
+    return part, True
+
+
+def read_aggregate(data: bytes | memoryview, size: int, dtype: torch.dtype, cap: float) -> Tensor | None:
+    """An aggregate; None if the bytes cannot be one.
+
+    A weighted mean of valid parts is no longer than the longest, but for the rounding of its own numbers.
+    """
+    aggregate = decode_tensor(data, size, dtype)
+    longest = _longest(cap, size, dtype)
+    # 1e-4 is for float32 sums of up to 256 rows.
+    limit = longest * (1 + 2 * _roundoff(dtype) + 1e-4) + _least(dtype) * math.sqrt(size)
+    if aggregate is None or not _is_within(aggregate, limit):
+        return None
+    return aggregate
+
+
+def _longest(cap: float, size: int, dtype: torch.dtype) -> float:
+    """The norm up to which a part is valid: the cap, and what rounding adds (near zero, an absolute error)."""
+    return _CAP_SLACK * cap + _least(dtype) * math.sqrt(size)
+
+
+@cache
+def _roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding: 2^-24 for float32, 2^-8 for bfloat16, 2^-11 for float16.
+
+    With ``p`` significant bits, one of them implied, neighbours above 1 are ``2^(1-p)`` apart and the nearest is at
+    most half of that away.
+    """
+    return torch.finfo(dtype).eps / 2
+
+
+@cache
+def _least(dtype: torch.dtype) -> float:
+    """The smallest positive number: near zero, neighbours are this far apart."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
+
+
+def _is_within(vector: Tensor, limit: float) -> bool:
+    """Whether the vector is finite and no longer than ``limit``, with the same answer on every platform.
+
+    Squares of wire numbers are exact in float64, and ``fsum`` rounds their exact sum: it decides where it is close.
+    """
+    square, allowed = _square(vector), min(limit * limit, sys.float_info.max)
+    if not math.isfinite(square):
+        return False
+    if abs(square - allowed) <= _CLOSE * allowed:
+        values = map(_wide, _pieces(vector))
+        square = math.fsum(itertools.chain.from_iterable((x * x).tolist() for x in values))
+    return square <= allowed
+
+
+def _square(vector: Tensor) -> float:
+    """``|vector|^2``; inf or nan where a number is not finite."""
+    total = 0.0
+    for piece in _pieces(vector):
+        x = _wide(piece)
+        total += float(_add_up(x * x))
+    return total
+
+
+def _pieces(vector: Tensor) -> Iterator[Tensor]:
+    return (vector[columns] for columns in _chunks(len(vector)))
+
+
+def _chunks(size: int) -> Iterator[slice]:
+    return (slice(at, min(at + _CHUNK, size)) for at in range(0, size, _CHUNK))
+
+
+def _add_up(values: Array) -> Array:
+    """Sums along the last axis, in the order in which ``reduceat`` sums one part among many."""
+    sums: Array = np.add.reduceat(values, _FROM_START, axis=-1)[..., 0]
+    return sums
+
+
+def _wide(t: Tensor) -> Array:
+    values: Array = t.cpu().double().numpy()
+    return values
+
+
+# ---- Reports
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """A contributor's report: ``sums`` of the first ``z`` for all parts, then of the second, and so on."""
+
+    sums: tuple[float, ...]
+    norms: tuple[float, ...]
+
+
+def projection_seeds(randomness: bytes, parts: int, projections: int) -> tuple[tuple[bytes, ...], ...]:
+    """The seeds of the Gaussian vectors: ``result[j][k]`` is that of the ``k``-th for part ``j``."""
+    numbers = [index.to_bytes(8, "little") for index in range(max(parts, projections))]
+    return tuple(
+        tuple(derive_seed(randomness, "projection", numbers[j], numbers[k]) for k in range(projections))
+        for j in range(parts)
+    )
+
+
+def compute_report(
+    parts: Sequence[Tensor], aggregates: Sequence[Tensor | None], seeds: Sequence[tuple[bytes, ...]], tau: float
+) -> Projections:
+    """What one contributor's parts say of the aggregates; zeros where there is no aggregate."""
+    sizes = tuple(part.numel() for part in parts)
+    if not len(parts) == len(aggregates) == len(seeds):
+        raise ValueError(f"{len(parts)} parts, {len(aggregates)} aggregates and {len(seeds)} seeds")
+    # A part minus itself is zero, and so is all that follows from it.
+    others = [part if a is None else a for part, a in zip(parts, aggregates, strict=True)]
+    if tuple(other.numel() for other in others) != sizes:
+        raise ValueError("aggregates: not of the sizes of the parts")
+    if sizes and min(sizes) > 0 and sum(sizes) * len(seeds[0]) <= _SMALL:
+        x, starts = _wide(torch.cat(list(parts))) - _wide(torch.cat(others)), _starts(sizes)
+        norms = np.sqrt(np.add.reduceat(x * x, starts))
+        sums = np.add.reduceat(_joined_vectors(tuple(seeds), sizes) * x, starts, axis=1)
+    else:
+        columns = [_measure([part], a, keys) for part, a, keys in zip(parts, others, seeds, strict=True)]
+        sums = np.concatenate([dots for dots, _ in columns], axis=1)
+        norms = np.sqrt(np.concatenate([squares for _, squares in columns]))
+    sums = sums * _clip_factors(norms, tau) + 0.0  # no negative zeros
+    return Projections(tuple(sums.ravel().tolist()), tuple(norms.tolist()))
+
+
+def compute_column(
+    rows: Tensor | Sequence[Tensor], aggregate: Tensor, seeds: tuple[bytes, ...], tau: float
+) -> tuple[Array, Array]:
+    """What all contributors should report of one part: sums ``(projections, n)`` and norms ``(n,)``.
+
+    Aggregator ``j`` holds everybody's part ``j``; this is what it recomputes for V1.
+    """
+    size = aggregate.numel()
+    _require_sizes(rows, size)
+    if 0 < size <= _CHUNK and len(rows) * size * len(seeds) <= _SMALL:
+        x = _wide(rows if isinstance(rows, Tensor) else torch.stack(list(rows))) - _wide(aggregate)
+        squares = _add_up(x * x)
+        sums = _add_up(_joined_vectors((seeds,), (size,))[:, None] * x)
+    else:
+        sums, squares = _measure(rows, aggregate, seeds)
+    norms: Array = np.sqrt(squares)
+    return sums * _clip_factors(norms, tau) + 0.0, norms
+
+
+def _require_sizes(rows: Tensor | Sequence[Tensor], size: int) -> None:
+    found = {rows.shape[1:]} if isinstance(rows, Tensor) else {row.shape for row in rows}
+    if found != {(size,)}:
+        raise ValueError(f"rows: expected vectors of {size} like the aggregate, got {found or 'none'}")
+
+
+def _clip_factors(norms: Array, tau: float) -> Array:
+    tau = min(tau, _LARGEST_RADIUS)
+    factors: Array = tau / np.maximum(norms, tau)
+    return factors
+
+
+def _measure(rows: Tensor | Sequence[Tensor], aggregate: Tensor, seeds: tuple[bytes, ...]) -> tuple[Array, Array]:
+    """``<z, g_i - a>`` for each ``z`` and row, and ``|g_i - a|^2``: long rows, in chunks, each ``z`` drawn once."""
+    streams, count = [Stream(seed) for seed in seeds], len(rows)
+    sums, squares = np.zeros((len(seeds), count)), np.zeros(count)
+    for columns in _chunks(aggregate.numel()):
+        vectors = np.stack([_draw(stream, columns.stop - columns.start) for stream in streams])
+        if aggregate.is_cuda:
+            z, centre = torch.from_numpy(vectors).to(aggregate.device), aggregate[columns].double()
+            for i in range(count):
+                y = rows[i][columns].double() - centre
+                found = torch.cat([z @ y, (y @ y)[None]]).cpu().numpy()
+                sums[:, i] += found[:-1]
+                squares[i] += found[-1]
+            continue
+        about = _wide(aggregate[columns])
+        for i in range(count):
+            x = _wide(rows[i][columns]) - about
+            squares[i] += _add_up(x * x)
+            for k, vector in enumerate(vectors):
+                sums[k, i] += _add_up(vector * x)
+    return sums, squares
+
+
+def _draw(stream: Stream, count: int) -> Array:
+    """The next numbers of what ``gaussian_vector`` returns at once."""
+    values: Array = gaussian_table()[np.frombuffer(stream.draw_bytes(2 * count), "<u2")].astype(np.float64)
+    return values
+
+
+@lru_cache(maxsize=64)
+def _joined_vectors(seeds: tuple[tuple[bytes, ...], ...], sizes: tuple[int, ...]) -> Array:
+    """The Gaussian vectors of short parts end to end, ``(projections, total)``; in one process many peers want them."""
+    vectors = [[_draw(Stream(seed), size) for seed in keys] for keys, size in zip(seeds, sizes, strict=True)]
+    joined: Array = np.concatenate([np.stack(part) for part in vectors], axis=1)
+    joined.setflags(write=False)
+    return joined
+
+
+@lru_cache(maxsize=64)
+def _starts(sizes: tuple[int, ...]) -> npt.NDArray[np.intp]:
+    return np.cumsum((0, *sizes[:-1]))
+
+
+# ---- How far apart two honest answers can be
+
+
+def report_tolerance(tau: float, size: int) -> tuple[float, float]:
+    """V1: by how much a reported sum may be off, absolutely, and a norm, relatively.
+
+    ``|<z, clip(x)>| <= |z| tau``, and ``|z|`` is about ``sqrt(size)``; on that scale float64 sums in any order, on a
+    CPU or a GPU, agree a thousand times better than this.
+    """
+    return _REPORT_TOLERANCE * tau * math.sqrt(size), _REPORT_TOLERANCE
+
+
+def is_same_report(
+    claimed_sum: float,
+    claimed_norm: float,
+    true_sum: float,
+    true_norm: float,
+    tau: float,
+    size: int,
+    margin: float = 1.0,
+) -> bool:
+    """V1: whether a report is what was recomputed, within ``margin`` times the tolerance.
+
+    Voters use a margin of one. Whoever accuses uses ``ACCUSER_MARGIN``, so that no voter can see it otherwise.
+    """
+    absolute, relative = report_tolerance(tau, size)
+    same_sum = abs(claimed_sum - true_sum) <= margin * absolute
+    return same_sum and abs(claimed_norm - true_norm) <= margin * relative * true_norm
+
+
+def sum_bound(tau: float, count: int, size: int, dtype: torch.dtype, cap: float) -> float:
+    """V2: ``eps``, which ``|sum_i s_i|`` of an honest aggregator over ``count`` contributors does not exceed.
+
+    Let ``v`` be what CenteredClip found, ``a = v + e`` what was sent, and ``E = sum_i clip(g_i - a)``.
+
+    * CenteredClip promises ``|sum_i clip(g_i - v)| <= 1e-6 tau n``, and ``clip`` moves no more than its argument, so
+      ``|E| <= 1e-6 tau n + n |e|``: see :func:`balance_bound`.
+    * ``z`` was drawn after ``a`` was fixed. Its numbers are independent, of variance 0.99998 and close to normal, so
+      ``<z, E>`` is about ``N(0, |E|^2)``, and beyond six standard deviations once in 5e8 even if ``|E|`` is as large
+      as it can be. Usually it is far smaller.
+    * What is summed is not ``<z, E>`` but what ``n`` contributors say, and each may be off by what V1 lets pass: liars
+      within the tolerance must not be able to frame an honest aggregator.
+    """
+    return _SIGMAS * balance_bound(tau, count, size, dtype, cap) + _unseen(tau, count, size)
+
+
+def balance_bound(tau: float, count: int, size: int, dtype: torch.dtype, cap: float) -> float:
+    """How large ``|sum_i clip(g_i - a)|`` can be for an honest aggregate ``a``: no ``z``, and nothing left to chance.
+
+    Rounding ``v`` to the wire type moves each number by at most the unit roundoff times its size, or half the smallest
+    positive number, so ``|e| <= u |v| + least sqrt(size)``, and ``|v|`` is at most the norm of a valid part. (A hair
+    more, since float64 becomes a two-byte type by way of float32.) Long float32 rows are summed in float32: ``n + 1``
+    more roundings, of partial sums no longer than a part.
+    """
+    roundings = count + 2 if is_narrow(count, size, dtype) else 1 + 2**-12
+    error = roundings * (_roundoff(dtype) * _longest(cap, size, dtype) + _least(dtype) * math.sqrt(size))
+    return count * (PROMISE * tau + error)
+
+
+def shift_bound(
+    tau: float,
+    count: int,
+    size: int,
+    dtype: torch.dtype,
+    cap: float,
+    projections: int = 1,
+    probability: float = 1e-3,
+) -> float:
+    """V2: an aggregate with ``|sum_i clip(g_i - a)|`` above this passes with at most this probability.
+
+    Let ``E`` be that sum. It passes if every ``|<z, E> + lies| <= eps``, where liars who stay within V1's tolerance
+    shift the sum by ``l`` at most. ``<z, E> / |E|`` is about standard normal, of density at most ``1 / sqrt(2 pi)``, so
+    one projection lets it pass with probability at most ``sqrt(2 / pi) (eps + l) / |E|``, and ``k`` with the ``k``-th
+    power of that. This is a probability, not a wall: one projection lets half of this bound pass twice as often, and
+    anything below ``eps / 6`` always. Who shifts step after step is caught after a few.
+    """
+    allowed = sum_bound(tau, count, size, dtype, cap) + _unseen(tau, count, size)
+    return math.sqrt(2 / math.pi) * allowed / math.pow(probability, 1 / projections)
+
+
+def _unseen(tau: float, count: int, size: int) -> float:
+    """By how much the reports of one part may be off together, and nobody is accused."""
+    return count * ACCUSER_MARGIN * report_tolerance(tau, size)[0]
+
+
+def is_balanced(rows: Tensor | Sequence[Tensor], aggregate: Tensor, tau: float, cap: float) -> bool:
+    """V3: whether the aggregate of opened rows is right, by the deterministic part of V2's bound.
+
+    All must come to the same answer, so the order of summation is fixed, and nothing is left to a library for matrices.
+    """
+    count, size = len(rows), aggregate.numel()
+    _require_sizes(rows, size)
+    squares = np.zeros(count)
+    for columns in _chunks(size):
+        about = _wide(aggregate[columns])
+        for i in range(count):
+            x = _wide(rows[i][columns]) - about
+            squares[i] += _add_up(x * x)
+    factors, square = _clip_factors(np.sqrt(squares), tau), 0.0
+    for columns in _chunks(size):
+        about, total = _wide(aggregate[columns]), np.zeros(columns.stop - columns.start)
+        for i in range(count):
+            total += factors[i] * (_wide(rows[i][columns]) - about)
+        square += float(_add_up(total * total))
+    # Beyond the bound, a hair for float64 itself.
+    return math.sqrt(square) <= balance_bound(tau, count, size, aggregate.dtype, cap) * (1 + 1e-6)
+
+
+def compare_gradients(claimed: Sequence[Tensor], mine: Sequence[Tensor], lower: float, upper: float) -> Verdict:
+    """V4 in tolerant mode: how far committed parts are from my own, relative to mine.
+
+    Platforms round differently, so in between nobody is guilty and nobody is cleared.
+    """
+    if [part.numel() for part in claimed] != [part.numel() for part in mine]:
+        raise ValueError("claimed: not of the sizes of mine")
+    square_distance = square_size = 0.0
+    for theirs, own in zip(claimed, mine, strict=True):
+        for columns in _chunks(own.numel()):
+            x, y = _wide(theirs[columns]), _wide(own[columns])
+            square_size += float(_add_up(y * y))
+            with np.errstate(invalid="ignore"):  # inf - inf
+                difference = x - y
+            square_distance += float(_add_up(difference * difference))
+    if not math.isfinite(square_size):
+        return Verdict.INCONCLUSIVE  # then it is I who cannot tell
+    relative = math.sqrt(square_distance) / max(math.sqrt(square_size), _TINY)
+    if relative <= lower:
+        return Verdict.INNOCENT
+    return Verdict.INCONCLUSIVE if relative <= upper else Verdict.GUILTY

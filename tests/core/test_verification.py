@@ -1,0 +1,689 @@
+"""The arithmetic of verification: honest peers always pass, and what liars can still do is as small as published."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx.core import verification
+from phalanx.core.clipping import centered_clip
+from phalanx.core.gram import is_narrow
+from phalanx.core.messages import Report, Verdict
+from phalanx.core.partition import split_parts
+from phalanx.core.randomness import derive_seed, gaussian_vector
+from phalanx.core.verification import (
+    ACCUSER_MARGIN,
+    WIRE_TYPES,
+    balance_bound,
+    compare_gradients,
+    compute_column,
+    compute_report,
+    decode_tensor,
+    encode_tensor,
+    is_balanced,
+    is_same_report,
+    prepare_gradient,
+    projection_seeds,
+    read_aggregate,
+    read_part,
+    report_tolerance,
+    shift_bound,
+    sum_bound,
+)
+
+INF, NAN = math.inf, math.nan
+TYPES = list(WIRE_TYPES.values())
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+RANDOMNESS = b"r" * 32
+
+quick = settings(deadline=None, derandomize=True, max_examples=100)
+wire_types = st.sampled_from(TYPES)
+seeds_of_data = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(params=TYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
+
+
+def norm(t: Tensor) -> float:
+    return math.sqrt(math.fsum(x * x for x in t.double().tolist()))
+
+
+def clip(x: Tensor, tau: float) -> Tensor:
+    return x * min(1.0, tau / max(float(x.norm()), 1e-300))
+
+
+def imbalance(rows: Tensor, aggregate: Tensor, tau: float) -> Tensor:
+    """``sum_i clip(g_i - a)``, as the paper writes it."""
+    return torch.stack([clip(row.double() - aggregate.double(), tau) for row in rows]).sum(0)
+
+
+# --- Bytes ---
+
+
+@pytest.mark.parametrize("kind", WIRE_TYPES)
+def test_bytes_are_little_endian(kind: str) -> None:
+    one = {"float32": "0000803f", "bfloat16": "803f", "float16": "003c"}[kind]
+    data = encode_tensor(torch.tensor([1.0, -2.0], dtype=WIRE_TYPES[kind]))
+    assert data.hex().startswith(one)
+    if kind == "float32":
+        assert data == struct.pack("<2f", 1.0, -2.0)
+
+
+@quick
+@given(dtype=wire_types, size=st.integers(0, 50), seed=seeds_of_data)
+def test_a_vector_survives_the_wire_bit_for_bit(dtype: torch.dtype, size: int, seed: int) -> None:
+    data = np.random.default_rng(seed).bytes(size * dtype.itemsize)
+    decoded = decode_tensor(data, size, dtype)
+    assert decoded is not None
+    assert decoded.dtype == dtype
+    assert decoded.shape == (size,)
+    assert encode_tensor(decoded) == data
+
+
+def test_views_and_strided_vectors_are_encoded_like_their_numbers(dtype: torch.dtype, device: str) -> None:
+    vector = normal(20).to(device, dtype)
+    assert encode_tensor(vector[::2]) == encode_tensor(vector[::2].clone())
+    data = encode_tensor(vector)
+    again = decode_tensor(memoryview(data), 20, dtype)
+    assert again is not None
+    assert torch.equal(again, vector.cpu())
+    again += 1  # memory of its own
+    assert encode_tensor(vector) == data
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 5, 79, 81, 160])
+def test_bytes_of_the_wrong_length_are_no_vector(length: int) -> None:
+    assert decode_tensor(bytes(length), 20, torch.float32) is None
+    assert read_aggregate(bytes(length), 20, torch.float32, 1.0) is None
+    part, valid = read_part(bytes(length), 20, torch.float32, 1.0)
+    assert not valid
+    assert torch.equal(part, torch.zeros(20))
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, 2), torch.ones(2).double(), torch.ones(2).int(), torch.ones(())])
+def test_only_vectors_of_a_wire_type_are_encoded(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"^t: "):
+        encode_tensor(wrong)
+
+
+# --- Gradients ---
+
+
+@settings(quick, max_examples=300)
+@given(
+    dtype=wire_types,
+    size=st.integers(1, 300),
+    scale=st.floats(-45, 38),
+    exponent=st.floats(-6, 9),
+    count=st.integers(1, 9),
+    seed=seeds_of_data,
+)
+def test_what_is_prepared_is_valid_in_every_part(
+    dtype: torch.dtype, size: int, scale: float, exponent: float, count: int, seed: int
+) -> None:
+    cap = 10.0**exponent
+    vector = (normal(size, seed=seed).double() * 10.0**scale).float()
+    prepared = prepare_gradient(vector, cap, dtype)
+    assert prepared.dtype == dtype
+    assert torch.isfinite(prepared).all()
+    assert torch.equal(prepared, prepare_gradient(vector, cap, dtype))
+    for part in split_parts(prepared, min(count, size)):
+        read, valid = read_part(encode_tensor(part), len(part), dtype, cap)
+        assert valid
+        assert torch.equal(read, part)
+
+
+def test_a_short_gradient_is_only_rounded(dtype: torch.dtype) -> None:
+    vector = normal(100)
+    assert torch.equal(prepare_gradient(vector, 100.0, dtype), vector.to(dtype))
+    assert torch.equal(prepare_gradient(vector, INF, dtype), vector.to(dtype))
+
+
+def test_a_long_gradient_keeps_its_direction(dtype: torch.dtype) -> None:
+    vector = normal(1000)
+    prepared = prepare_gradient(vector, 2.0, dtype).double()
+    expected = vector.double() * (2 / norm(vector))
+    assert norm(prepared - expected) <= 2 * ROUNDOFF[dtype] * 2
+    assert abs(norm(prepared) - 2) <= 2 * ROUNDOFF[dtype] * 2
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_gradient_that_is_not_finite_becomes_zero(value: float, dtype: torch.dtype) -> None:
+    vector = normal(100_000)
+    vector[-1] = value
+    assert torch.equal(prepare_gradient(vector, 1.0, dtype), torch.zeros(100_000, dtype=dtype))
+
+
+def test_numbers_beyond_the_range_of_the_type_are_brought_to_its_edge(dtype: torch.dtype) -> None:
+    vector = torch.tensor([3.4e38, -3.4e38, 1.0])
+    prepared = prepare_gradient(vector, INF, dtype)
+    assert torch.isfinite(prepared).all()
+    assert float(prepared[0]) == -float(prepared[1]) >= min(3.38e38, torch.finfo(dtype).max)
+
+
+def test_the_largest_gradient_is_scaled_to_the_smallest_cap(dtype: torch.dtype) -> None:
+    prepared = prepare_gradient(torch.full((1000,), 3.4e38), 1e-3, dtype)
+    assert abs(norm(prepared) - 1e-3) <= ROUNDOFF[dtype] * 1e-3 + 1000**0.5 * 2**-25 * (dtype == torch.float16)
+
+
+def test_a_gradient_keeps_its_device_and_is_left_alone(device: str) -> None:
+    vector = (10 * normal(70_000)).to(device).requires_grad_()
+    kept = vector.detach().clone()
+    prepared = prepare_gradient(vector, 1.0, torch.bfloat16)
+    assert prepared.device == vector.device
+    assert not prepared.requires_grad
+    assert torch.equal(vector.detach(), kept)
+    assert torch.equal(prepared.cpu(), prepare_gradient(kept.cpu(), 1.0, torch.bfloat16))
+
+
+# --- Parts and aggregates as bytes mean them ---
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("size", [1, 16, 70_000])
+def test_a_part_with_a_number_that_is_not_finite_counts_as_zero(value: float, size: int, dtype: torch.dtype) -> None:
+    vector = torch.zeros(size, dtype=dtype)
+    vector[-1] = value
+    part, valid = read_part(encode_tensor(vector), size, dtype, 1e9)
+    assert not valid
+    assert torch.equal(part, torch.zeros(size, dtype=dtype))
+    assert read_aggregate(encode_tensor(vector), size, dtype, 1e9) is None
+
+
+@pytest.mark.parametrize("size", [1, 16, 70_000])
+def test_a_part_that_is_too_long_counts_as_zero(size: int, dtype: torch.dtype) -> None:
+    vector = normal(size)
+    for length, expected in ((1.0, True), (1.015, True), (1.03, False), (1000.0, False)):
+        wire = (vector * (3 * length / norm(vector))).to(dtype)
+        part, valid = read_part(encode_tensor(wire), size, dtype, 3.0)
+        assert valid is expected
+        assert torch.equal(part, wire if expected else torch.zeros_like(wire))
+
+
+def test_an_aggregate_that_is_too_long_is_none(dtype: torch.dtype) -> None:
+    vector = normal(1000)
+    for length, expected in ((1.0, True), (1.019, True), (1.05, False), (1e4, False)):
+        wire = (vector * (3 * length / norm(vector))).to(dtype)
+        found = read_aggregate(encode_tensor(wire), 1000, dtype, 3.0)
+        assert (found is not None) is expected
+
+
+@quick
+@given(
+    dtype=wire_types, size=st.integers(1, 40), count=st.integers(1, 9), exponent=st.floats(-5, 4), seed=seeds_of_data
+)
+def test_the_aggregate_of_valid_parts_is_always_valid(
+    dtype: torch.dtype, size: int, count: int, exponent: float, seed: int
+) -> None:
+    """Even if all are equal, as long as can be, and too small for the type to round well."""
+    cap = 10.0**exponent
+    row = prepare_gradient(1e9 * normal(size, seed=seed), 1.019 * cap, dtype)
+    for _ in range(2):
+        if not read_part(encode_tensor(row), size, dtype, cap)[1]:
+            row = prepare_gradient(row.float(), cap, dtype)
+    result = centered_clip(row.repeat(count, 1), cap).aggregate
+    assert read_aggregate(encode_tensor(result), size, dtype, cap) is not None
+
+
+def test_a_norm_next_to_its_limit_is_judged_by_the_exact_sum() -> None:
+    """However the squares are ordered: a plain sum would put some orders on one side and some on the other."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(4096).astype(np.float32) * (10 ** rng.uniform(-6, 0, 4096)).astype(np.float32)
+    square = math.fsum(float(x) ** 2 for x in values)
+    for steps in range(-4, 5):
+        allowed = square * (1 + steps * 2.0**-52)
+        limit = math.sqrt(allowed)
+        expected = square <= limit * limit
+        for _ in range(5):
+            assert verification._is_within(torch.from_numpy(rng.permutation(values)), limit) is expected
+
+
+# --- Reports ---
+
+
+def test_seeds_name_part_and_projection() -> None:
+    seeds = projection_seeds(RANDOMNESS, 3, 2)
+    assert len(seeds) == 3
+    assert len({seed for keys in seeds for seed in keys}) == 6
+    assert seeds[2][1] == derive_seed(RANDOMNESS, "projection", (2).to_bytes(8, "little"), (1).to_bytes(8, "little"))
+    assert projection_seeds(RANDOMNESS, 2, 3)[1][0] == seeds[1][0]
+
+
+def expected_report(
+    parts: Sequence[Tensor], aggregates: Sequence[Tensor | None], seeds: Sequence[tuple[bytes, ...]], tau: float
+) -> tuple[list[float], list[float]]:
+    """By the definition, every sum exact."""
+    sums, norms = [], []
+    for k in range(len(seeds[0])):
+        for part, aggregate, keys in zip(parts, aggregates, seeds, strict=True):
+            x = torch.zeros_like(part).double() if aggregate is None else part.double() - aggregate.double()
+            z = gaussian_vector(keys[k], len(part)).double()
+            factor = min(1.0, tau / norm(x)) if norm(x) else 1.0
+            sums.append(math.fsum((z * x).tolist()) * factor)
+            if k == 0:
+                norms.append(norm(x))
+    return sums, norms
+
+
+@quick
+@given(
+    dtype=wire_types,
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    projections=st.integers(1, 3),
+    scale=st.floats(-6, 4),
+    tau=st.floats(-3, 3).map(lambda x: 10.0**x),
+    seed=seeds_of_data,
+)
+def test_a_report_is_what_the_definition_says(
+    dtype: torch.dtype, sizes: list[int], projections: int, scale: float, tau: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    parts = [torch.from_numpy(rng.standard_normal(size) * 10**scale).to(dtype) for size in sizes]
+    aggregates = [
+        torch.from_numpy(rng.standard_normal(size)).to(dtype) if rng.random() < 0.8 else None for size in sizes
+    ]
+    seeds = projection_seeds(rng.bytes(32), len(sizes), projections)
+    report = compute_report(parts, aggregates, seeds, tau)
+    sums, norms = expected_report(parts, aggregates, seeds, tau)
+    assert len(report.sums) == projections * len(parts)
+    for index, (found, expected) in enumerate(zip(report.sums, sums, strict=True)):
+        j = index % len(parts)
+        assert is_same_report(found, report.norms[j], expected, norms[j], tau, sizes[j], margin=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 1 << 16])
+def test_long_parts_give_the_same_bits_as_short_ones(
+    chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sum for each part where it fits a chunk; but for the order of summation, the same where it does not."""
+    sizes = [1, 5, 64, 50]
+    parts = [normal(size, seed=size).to(dtype) for size in sizes]
+    aggregates = [None, *(normal(size, seed=size + 1).to(dtype) for size in sizes[1:])]
+    seeds = projection_seeds(RANDOMNESS, 4, 2)
+    at_once = compute_report(parts, aggregates, seeds, 3.0)
+    monkeypatch.setattr(verification, "_SMALL", 0)
+    monkeypatch.setattr(verification, "_CHUNK", chunk)
+    in_chunks = compute_report(parts, aggregates, seeds, 3.0)
+    if chunk >= 64:
+        assert in_chunks == at_once
+    np.testing.assert_allclose(in_chunks.sums, at_once.sums, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(in_chunks.norms, at_once.norms, rtol=1e-14)
+
+
+def test_really_long_parts(dtype: torch.dtype, device: str) -> None:
+    part, aggregate = normal(200_001).to(dtype), normal(200_001, seed=1).to(dtype)
+    seeds = projection_seeds(RANDOMNESS, 1, 2)
+    report = compute_report([part.to(device)], [aggregate.to(device)], seeds, 3.0)
+    sums, norms = expected_report([part], [aggregate], seeds, 3.0)
+    for found, expected in zip(report.sums, sums, strict=True):
+        assert is_same_report(found, report.norms[0], expected, norms[0], 3.0, 200_001, margin=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 16, 500, 70_000])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_a_column_has_the_bits_of_the_reports(size: int, as_list: bool, dtype: torch.dtype) -> None:
+    rows, aggregate = (normal(5, size) * torch.logspace(-2, 3, 5)[:, None]).to(dtype), normal(size, seed=1).to(dtype)
+    seeds = projection_seeds(RANDOMNESS, 4, 2)
+    sums, norms = compute_column(list(rows) if as_list else rows, aggregate, seeds[3], 2.0)
+    assert sums.shape == (2, 5)
+    assert norms.shape == (5,)
+    for i, row in enumerate(rows):
+        others = [torch.ones(9, dtype=dtype)] * 3
+        report = compute_report([*others, row], [*others, aggregate], seeds, 2.0)
+        assert report.norms[3] == norms[i]
+        assert [report.sums[3], report.sums[7]] == sums[:, i].tolist()
+
+
+@pytest.mark.parametrize("size", [16, 70_000])
+def test_a_column_and_reports_agree_on_every_device(size: int, dtype: torch.dtype, device: str) -> None:
+    rows, aggregate = normal(5, size).to(dtype), normal(size, seed=1).to(dtype)
+    seeds = projection_seeds(RANDOMNESS, 1, 2)
+    sums, norms = compute_column(rows.to(device), aggregate.to(device), seeds[0], 2.0)
+    for i, row in enumerate(rows):
+        report = compute_report([row], [aggregate], seeds, 2.0)
+        for k in range(2):
+            assert is_same_report(sums[k, i], norms[i], report.sums[k], report.norms[0], 2.0, size, margin=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 16, 70_000])
+def test_without_an_aggregate_a_report_holds_positive_zeros(size: int, dtype: torch.dtype) -> None:
+    """As a report message asks of the parts it lacks."""
+    parts = [normal(size, seed=seed).to(dtype) for seed in range(8)]
+    report = compute_report(parts, [None] * 8, projection_seeds(RANDOMNESS, 8, 2), 1.0)
+    assert [math.copysign(1, x) for x in (*report.sums, *report.norms)] == [1.0] * 24
+    assert not any(report.sums)
+    assert not any(report.norms)
+    Report(report.sums, report.norms, tuple(range(8)), ())
+
+
+def test_a_part_that_equals_the_aggregate_reports_positive_zeros() -> None:
+    part = normal(16)
+    for seed in range(20):
+        seeds = projection_seeds(bytes([seed]) * 32, 1, 1)
+        report = compute_report([part[:1]], [part[:1].clone()], seeds, 1.0)
+        assert math.copysign(1, report.sums[0]) == math.copysign(1, report.norms[0]) == 1
+
+
+def test_an_invalid_part_reports_what_the_zero_vector_does(dtype: torch.dtype) -> None:
+    aggregate, seeds = normal(16).to(dtype), projection_seeds(RANDOMNESS, 1, 1)
+    zero, valid = read_part(b"nonsense", 16, dtype, 1.0)
+    assert not valid
+    assert compute_report([zero], [aggregate], seeds, 1.0).norms == (norm(aggregate),)
+
+
+def test_reports_of_the_largest_numbers_are_finite(dtype: torch.dtype) -> None:
+    part = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    report = compute_report([part], [-part], projection_seeds(RANDOMNESS, 1, 1), 1.0)
+    assert all(map(math.isfinite, (*report.sums, *report.norms)))
+    assert abs(report.sums[0]) < 10
+
+
+def test_an_infinite_radius_clips_nothing() -> None:
+    part, aggregate, seeds = normal(16), normal(16, seed=1), projection_seeds(RANDOMNESS, 1, 1)
+    assert compute_report([part], [aggregate], seeds, INF) == compute_report([part], [aggregate], seeds, 1e9)
+
+
+def test_sizes_that_do_not_match_are_refused() -> None:
+    rows, seeds = normal(3, 4), projection_seeds(RANDOMNESS, 2, 1)
+    with pytest.raises(ValueError, match="sizes of the parts"):
+        compute_report([rows[0], rows[1, :3]], [rows[0, :3], rows[1]], seeds, 1.0)
+    with pytest.raises(ValueError, match="2 parts, 1 aggregates"):
+        compute_report([rows[0], rows[1]], [rows[0]], seeds, 1.0)
+    for wrong in (rows, list(rows), [rows[0], rows[1, :3]], []):
+        with pytest.raises(ValueError, match=r"^rows: "):
+            compute_column(wrong, rows[0, :3] if len(wrong) == 3 else rows[0], seeds[0], 1.0)
+        with pytest.raises(ValueError, match=r"^rows: "):
+            is_balanced(wrong, rows[0, :3] if len(wrong) == 3 else rows[0], 1.0, 1.0)
+
+
+# --- V1 ---
+
+
+@quick
+@given(tau=st.floats(1e-6, 1e6), size=st.integers(1, 10**8), sign=st.sampled_from([-1, 1]))
+def test_v1_passes_rounding_and_nothing_more(tau: float, size: int, sign: int) -> None:
+    absolute, relative = report_tolerance(tau, size)
+    true_sum, true_norm = 0.7 * tau * math.sqrt(size), 3.0
+    assert is_same_report(true_sum, true_norm, true_sum, true_norm, tau, size)
+    assert is_same_report(true_sum + 0.9 * sign * absolute, true_norm, true_sum, true_norm, tau, size)
+    assert is_same_report(true_sum, true_norm * (1 + 0.9 * sign * relative), true_sum, true_norm, tau, size)
+    assert not is_same_report(true_sum + 1.1 * sign * absolute, true_norm, true_sum, true_norm, tau, size)
+    assert not is_same_report(true_sum, true_norm * (1 + 1.1 * sign * relative), true_sum, true_norm, tau, size)
+
+
+@pytest.mark.parametrize("wrong", [NAN, INF, -INF])
+def test_v1_no_report_that_is_not_finite_is_right(wrong: float) -> None:
+    assert not is_same_report(wrong, 1.0, 1.0, 1.0, 1.0, 16)
+    assert not is_same_report(1.0, wrong, 1.0, 1.0, 1.0, 16)
+
+
+def test_v1_a_norm_of_zero_must_be_zero() -> None:
+    assert is_same_report(0.0, 0.0, 0.0, 0.0, 1.0, 16)
+    assert not is_same_report(0.0, 1e-12, 0.0, 0.0, 1.0, 16)
+
+
+def test_v1_whoever_accuses_convinces_a_voter_that_sums_otherwise() -> None:
+    absolute, _ = report_tolerance(1.0, 16)
+    rounding = 1e-3 * absolute
+    for excess in np.linspace(0.5, 3, 251):
+        accused = not is_same_report(excess * absolute, 1.0, 0.0, 1.0, 1.0, 16, margin=ACCUSER_MARGIN)
+        convicted = not is_same_report(excess * absolute, 1.0, rounding, 1.0, 1.0, 16)
+        assert convicted or not accused
+
+
+# --- V2, from both sides ---
+
+
+def make_rows(kind: str, count: int, size: int, dtype: torch.dtype, seed: int, cap: float) -> Tensor:
+    """Valid rows about a common vector; in most kinds a minority attacks."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((count, size)) + rng.standard_normal(size)
+    attackers = (count - 1) // 2
+    if kind == "opposite":
+        rows[:attackers] *= -1000
+    elif kind == "together":
+        rows[:attackers] = 1000 * rng.standard_normal(size)
+    elif kind == "coinciding":
+        rows[: count // 2] = rows[0]
+    elif kind == "tiny":
+        rows *= 1e-6
+    elif kind == "far":
+        rows += 500 * rng.standard_normal(size)
+    return torch.stack([prepare_gradient(torch.from_numpy(row).float(), cap, dtype) for row in rows])
+
+
+KINDS = ("honest", "opposite", "together", "coinciding", "tiny", "far")
+
+
+@settings(quick, max_examples=600)
+@given(
+    dtype=wire_types,
+    kind=st.sampled_from(KINDS),
+    count=st.integers(1, 16),
+    size=st.integers(1, 60),
+    factor=st.floats(-6, 3).map(lambda x: 10.0**x),
+    cap=st.floats(0, 5).map(lambda x: 10.0**x),
+    seed=seeds_of_data,
+)
+def test_v2_v3_an_honest_aggregator_never_fails(
+    dtype: torch.dtype, kind: str, count: int, size: int, factor: float, cap: float, seed: int
+) -> None:
+    rows = make_rows(kind, count, size, dtype, seed, cap)
+    wide = rows.double()
+    typical = float(torch.pdist(wide).median()) if count > 1 else 1.0
+    tau = factor * (typical or 1.0)
+    aggregate = read_aggregate(encode_tensor(centered_clip(rows, tau).aggregate), size, dtype, cap)
+    assert aggregate is not None
+    assert float(imbalance(rows, aggregate, tau).norm()) <= balance_bound(tau, count, size, dtype, cap)
+    assert is_balanced(rows, aggregate, tau, cap)
+    eps = sum_bound(tau, count, size, dtype, cap)
+    keys = projection_seeds(seed.to_bytes(32, "little"), 1, 8)
+    reports = [compute_report([row], [aggregate], keys, tau) for row in rows]
+    for k in range(8):
+        assert abs(math.fsum(report.sums[k] for report in reports)) <= eps
+
+
+@pytest.mark.parametrize("factor", [1e-3, 0.3, 1.0])
+@pytest.mark.parametrize("kind", ["honest", "opposite", "constant"])
+def test_v2_v3_an_honest_aggregator_never_fails_where_rows_are_summed_in_float32(kind: str, factor: float) -> None:
+    count, size = 16, (1 << 21) // 16
+    assert is_narrow(count, size, torch.float32)
+    rows = normal(count, size) if kind != "constant" else (1 + 0.1 * normal(count, 1)).expand(count, size).contiguous()
+    if kind == "opposite":
+        rows[:7] *= -1000
+    cap = max(norm(row) for row in rows)
+    tau = factor * float((rows[-1] - rows[-2]).norm())
+    aggregate = centered_clip(rows, tau).aggregate
+    assert is_balanced(rows, aggregate, tau, cap)
+    sums, _ = compute_column(rows, aggregate, projection_seeds(RANDOMNESS, 1, 4)[0], tau)
+    assert np.abs(sums.sum(axis=1)).max() <= sum_bound(tau, count, size, torch.float32, cap)
+
+
+@pytest.mark.parametrize(("count", "size", "cap"), [(16, 16, 10.0), (7, 1000, 3.0), (5, 1, 1.0)])
+def test_v2_liars_within_v1_cannot_frame_an_honest_aggregator(
+    count: int, size: int, cap: float, dtype: torch.dtype
+) -> None:
+    """Everybody, if need be, lies by all that no accuser objects to, in the direction that hurts."""
+    for seed in range(10):
+        rows = make_rows("opposite", count, size, dtype, seed, cap)
+        tau = 0.3 * cap
+        aggregate = centered_clip(rows, tau).aggregate
+        sums, norms = compute_column(rows, aggregate, projection_seeds(bytes([seed]) * 32, 1, 1)[0], tau)
+        honest = float(sums.sum())
+        lie = math.copysign(ACCUSER_MARGIN * (1 - 1e-6) * report_tolerance(tau, size)[0], honest)
+        claimed = [s + lie for s in sums[0]]
+        for s, claim, length in zip(sums[0], claimed, norms, strict=True):
+            assert is_same_report(claim, length, s, length, tau, size, margin=ACCUSER_MARGIN)
+        assert abs(math.fsum(claimed)) <= sum_bound(tau, count, size, dtype, cap)
+
+
+def test_v2_the_tolerance_of_reports_fits_under_the_bound_even_at_the_worst_residual(dtype: torch.dtype) -> None:
+    worst = 6 * balance_bound(0.1, 16, 1000, dtype, 1.0)
+    lies = 16 * ACCUSER_MARGIN * report_tolerance(0.1, 1000)[0]
+    assert sum_bound(0.1, 16, 1000, dtype, 1.0) == worst + lies
+
+
+def shifted(rows: Tensor, aggregate: Tensor, tau: float, direction: Tensor, target: float) -> Tensor | None:
+    """The aggregate, moved along ``direction`` until the imbalance is ``target``; None if it never is."""
+    if float(imbalance(rows, aggregate.double() + 1e9 * direction, tau).norm()) < target:
+        return None
+    low, high = 0.0, 1e9
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        found = float(imbalance(rows, aggregate.double() + middle * direction, tau).norm())
+        low, high = (middle, high) if found < target else (low, middle)
+    return aggregate.double() + high * direction
+
+
+@pytest.mark.parametrize("projections", [1, 2])
+@pytest.mark.parametrize("size", [1, 16, 200])
+def test_v2_a_shift_beyond_the_bound_is_caught(projections: int, size: int, dtype: torch.dtype) -> None:
+    """Ten times the bound passes with a chance of 1e-4: in 500 draws of ``z``, hardly ever."""
+    count, cap, passed, tried = 9, {torch.float32: 2.0, torch.float16: 1e-3, torch.bfloat16: 1e-5}[dtype], 0, 0
+    tau = 1.0
+    eps = sum_bound(tau, count, size, dtype, cap)
+    target = 10 * shift_bound(tau, count, size, dtype, cap, projections)
+    rows = torch.stack([prepare_gradient(row, cap, dtype) for row in normal(count, size)])
+    aggregate = centered_clip(rows, tau).aggregate
+    direction = normal(size, seed=1).double()
+    moved = shifted(rows, aggregate, tau, direction / direction.norm(), target)
+    assert moved is not None, "the bound is beyond what the radius allows: the test says nothing"
+    for draw in range(500):
+        keys = projection_seeds(draw.to_bytes(32, "little"), 1, projections)[0]
+        sums, _ = compute_column(rows.double(), moved, keys, tau)
+        tried += 1
+        passed += bool((np.abs(sums.sum(axis=1)) <= eps).all())
+    assert tried == 500
+    assert passed <= 2
+
+
+@pytest.mark.parametrize("projections", [1, 3])
+def test_v2_the_published_probability_is_about_right(projections: int) -> None:
+    """At a bound for 0.2 some pass, but no more than that, and at a hundredth of it all do."""
+    count, size, cap, tau = 9, 16, 2.0, 1.0
+    eps = sum_bound(tau, count, size, torch.float32, cap)
+    bound = shift_bound(tau, count, size, torch.float32, cap, projections, 0.2)
+    imbalances = normal(size).double()
+    imbalances *= bound / imbalances.norm()
+    passed = small = 0
+    for draw in range(2000):
+        keys = projection_seeds(draw.to_bytes(32, "little"), 1, projections)[0]
+        products = [abs(float(gaussian_vector(key, size).double() @ imbalances)) for key in keys]
+        passed += max(products) <= eps
+        small += max(products) / 100 <= eps
+    assert 0.1 < passed / 2000 < 0.23
+    assert small == 2000
+
+
+def test_the_bounds_follow_the_wire_type() -> None:
+    """Unit roundoff is 2^-24, 2^-8 and 2^-11; the type's own arithmetic shows it."""
+    for kind, unit in ROUNDOFF.items():
+        exact = torch.linspace(1, 2, 10_001, dtype=torch.float64)
+        worst = float(((exact.to(kind).double() - exact) / exact).abs().max())
+        assert 0.9 * unit < worst <= unit
+        assert sum_bound(1e-12, 1, 1, kind, 1.0) == pytest.approx(6 * unit * 1.02, rel=1e-3)
+        assert sum_bound(1.0, 10, 1, kind, 1e-20) == pytest.approx(
+            6 * (1e-5 + 10 * torch.finfo(kind).smallest_normal * torch.finfo(kind).eps), rel=1e-3
+        )
+
+
+# --- V3 ---
+
+
+@pytest.mark.parametrize("size", [1, 16, 70_000])
+def test_v3_a_wrong_aggregate_is_out_of_balance(size: int, dtype: torch.dtype) -> None:
+    rows = make_rows("honest", 5, size, dtype, 0, 1e3 * size)
+    typical = float((rows[0].double() - rows[1].double()).norm()) or 1.0
+    right, cap, tau = centered_clip(rows, typical).aggregate, max(map(norm, rows)), typical
+    assert is_balanced(rows, right, tau, cap)
+    assert is_balanced(list(rows), right, tau, cap)
+    step = 1.01 * 2 * balance_bound(tau, 5, size, dtype, cap)  # most rows are unclipped: each follows a shift
+    wrong = right.double()
+    wrong[0] += step
+    assert not is_balanced(rows.double(), wrong, tau, 0.0)
+    assert not is_balanced(rows, (right.double() + typical).to(dtype), tau, cap)
+
+
+@pytest.mark.parametrize("chunk", [3, 1 << 16])
+def test_v3_chunks_do_not_change_the_answer(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_CHUNK", chunk)
+    rows = make_rows("opposite", 7, 50, torch.float32, 0, 1e5)
+    aggregate = centered_clip(rows, 3.0).aggregate
+    bound = balance_bound(3.0, 7, 50, torch.float32, 1e3)
+    exact = float(imbalance(rows, aggregate + 1e-2, 3.0).norm())
+    for factor in (0.99, 1.01):  # the bound grows in proportion to the cap, but for what CenteredClip may leave
+        cap = 1e3 * (factor * exact - 7 * 3e-6) / (bound - 7 * 3e-6)
+        assert is_balanced(rows, aggregate + 1e-2, 3.0, cap) is (factor > 1)
+
+
+# --- V4, tolerant ---
+
+
+@quick
+@given(
+    dtype=wire_types,
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5),
+    relative=st.floats(-6, 2).map(lambda x: 10.0**x),
+    seed=seeds_of_data,
+)
+def test_v4_two_thresholds_on_the_relative_distance(
+    dtype: torch.dtype, sizes: list[int], relative: float, seed: int
+) -> None:
+    mine = [normal(size, seed=seed + i).to(dtype) for i, size in enumerate(sizes)]
+    claimed = [(part.float() * (1 + relative)).to(dtype) for part in mine]
+    distance = norm(torch.cat(claimed).double() - torch.cat(mine).double()) / norm(torch.cat(mine))
+    expected = Verdict.INNOCENT if distance <= 1e-3 else Verdict.INCONCLUSIVE if distance <= 1e-1 else Verdict.GUILTY
+    if min(abs(distance / 1e-3 - 1), abs(distance / 1e-1 - 1)) > 1e-9:
+        assert compare_gradients(claimed, mine, 1e-3, 1e-1) is expected
+    assert compare_gradients(mine, mine, 0.0, 0.0) is Verdict.INNOCENT
+
+
+def test_v4_zero_gradients() -> None:
+    zero, other = [torch.zeros(5)], [torch.full((5,), 1e-20)]
+    assert compare_gradients(zero, zero, 1e-3, 1e-1) is Verdict.INNOCENT
+    assert compare_gradients(other, zero, 1e-3, 1e-1) is Verdict.GUILTY
+    assert compare_gradients(zero, other, 1e-3, 1e-1) is Verdict.GUILTY
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_v4_numbers_that_are_not_finite(value: float) -> None:
+    good, bad = [torch.ones(5)], [torch.tensor([1.0, 1.0, value, 1.0, 1.0])]
+    assert compare_gradients(bad, good, 1e-3, 1e-1) is Verdict.GUILTY
+    assert compare_gradients(good, bad, 1e-3, 1e-1) is Verdict.INCONCLUSIVE
+    assert compare_gradients(bad, bad, 1e-3, 1e-1) is Verdict.INCONCLUSIVE
+
+
+def test_v4_parts_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="sizes of mine"):
+        compare_gradients([torch.ones(5)], [torch.ones(4)], 1e-3, 1e-1)
+    with pytest.raises(ValueError, match="sizes of mine"):
+        compare_gradients([torch.ones(5)], [torch.ones(5)] * 2, 1e-3, 1e-1)
+
+
+def test_v4_long_parts_are_compared_whole() -> None:
+    mine = normal(200_001)
+    claimed = mine.clone()
+    claimed[-1] += 1000
+    assert compare_gradients([claimed], [mine], 1e-3, 1e-1) is Verdict.GUILTY
