@@ -28,10 +28,8 @@ from phalanx.core.events import Halted, Resumed, SlowPath
 from phalanx.core.membership import View, compute_quorum, compute_view_digest, encode_view
 from phalanx.core.messages import AgreedBody, Phase, Signed
 from phalanx.core.peer import Lost, Peer, compute_item_digest
-from phalanx.core.slowpath import Resolution, Seen, resolve
+from phalanx.core.slowpath import SEALING, Resolution, Seen, get_successor, is_agreed, is_valid_alarm, resolve
 from phalanx.core.transcript import Page, Transcript, compute_values_root
-
-_SEALING = (Phase.SEAL, Phase.ABORT)
 
 
 def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Story:
@@ -43,38 +41,41 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
         message = yield Sign(height, view.step, view.attempt, phase, peer.root, body)
         peer.take(message)
         yield Broadcast(peer.audience, message)
-    deadline = peer.entered + 4 * delta + work
-    pull_at = peer.entered + delta + work if peer.member else peer.entered
     # What stands before the first COMMIT of a sealed view is certified: a wrong root there is the sender's own affair.
     checked = height > view.height or peer.riding
-    hurried = False
+    complained = hurried = -1.0
+    pull_at = peer.entered + delta + work if peer.member else peer.time
     while True:
         wrong = _find_difference(peer, page) if checked and page.roots != {peer.root} else None
         if wrong is not None:
             if peer.member and height - 1 not in peer.alarms:
                 peer.alarms[height - 1] = _show_difference(peer, height - 1, wrong)
+                yield from join_slow_path(peer)
+                continue
         elif len(page.letters) >= len(view.roster) and all(key in page.letters for key in view.roster):
             break
-        if _may_be_open(peer, height) and (yield from _join_slow_path(peer, height)):
-            deadline, pull_at = peer.now + 4 * delta + work, peer.now + delta
-            continue
-        if pull_at > peer.now and height + 1 in peer.pages and not hurried:  # somebody is ahead, and has it all
-            pull_at, hurried = peer.now, True
-        if peer.now >= pull_at:
+        if hurried < peer.entered and height + 1 in peer.pages:  # somebody is ahead, and has what is missing
+            pull_at = hurried = peer.time
+        if peer.time >= pull_at:
             yield from _pull(peer, height)
-            pull_at = peer.now + delta
-        if peer.member and peer.now >= max(deadline, peer.grace + work):
+            pull_at = peer.time + delta
+        deadline = max(peer.entered + 4 * delta, peer.grace) + work
+        if complained >= deadline:
+            deadline = complained + 4 * delta
+        if peer.member and peer.time >= deadline:
             missing = tuple(sorted(key for key in view.roster if key not in page.letters))
             if missing:
-                timeout = yield Sign(height, view.step, view.attempt, phase, peer.root, m.Timeout(missing, 0, None))
+                said = m.Timeout(missing, 0, None)
+                timeout = yield Sign(height, view.step, view.attempt, phase, peer.root, said)
                 peer.take(timeout)
                 yield Broadcast(peer.audience, timeout)
-            deadline = peer.now + 4 * delta
-        yield from peer.listen(min(pull_at, max(deadline, peer.grace + work)) if peer.member else pull_at)
+            complained = deadline = peer.time
+            deadline += 4 * delta
+        yield from peer.listen(min(pull_at, deadline) if peer.member else pull_at)
     values = {key: page.letters[key] for key in view.roster}
     root = compute_values_root(view.roster, values)
     transcript.record(height, phase, values, root)
-    peer.level, peer.root, peer.entered = height, root, peer.now
+    peer.level, peer.root, peer.entered = height, root, peer.time
     return values
 
 
@@ -88,81 +89,49 @@ def _show_difference(peer: Peer, height: int, wrong: Letter) -> m.Alarm:
     """One message from everybody, and one that names another root than these have."""
     epoch = peer.find_epoch(height)
     assert epoch is not None
-    phase = epoch.heights[height]
-    letters = [epoch.phases[phase][key].message for key in epoch.view.roster]
+    letters = [epoch.phases[epoch.heights[height]][key].message for key in epoch.view.roster]
     return m.Alarm(height, 0, (*letters, wrong.message))
 
 
 def _pull(peer: Peer, height: int) -> Story:
-    """Ask for what is missing: of this height, or of the one before if others are past it."""
+    """Ask for what is missing; if that takes long, also whether the run went on without me."""
     page = peer.page(height)
     missing = tuple(sorted(key for key in peer.view.roster if key not in page.letters))
     if missing:
         yield Broadcast(peer.others, m.PullMessages(height, missing))
-    if not peer.member or peer.now > peer.entered + 8 * peer.config.delta:
+    if not peer.member or peer.time > peer.entered + 8 * peer.config.delta:
         yield Broadcast(peer.others, m.PullChain(peer.view.height))
 
 
 # ---- Opening
 
 
-def _may_be_open(peer: Peer, height: int) -> bool:
-    return bool(peer.alarms) or (height, 0) in peer.timeouts or (height - 1, 0) in peer.timeouts
-
-
-def _join_slow_path(peer: Peer, height: int) -> Story:
-    """Join a slow path at the current height or the one before it, if one is validly open; whether it was."""
-    for place in (height - 1, height):
-        epoch = peer.find_epoch(place)
-        if epoch is None or peer.key not in epoch.view.roster or place not in epoch.heights:
+def join_slow_path(peer: Peer) -> Story:
+    """Join a slow path at the height that was completed last or at the next, if one is open."""
+    for height in (peer.level, peer.level + 1):
+        epoch = peer.find_epoch(height)
+        if epoch is None or peer.key not in epoch.view.roster or height not in epoch.heights:
             continue
-        alarm = _gather_timeouts(peer, epoch, place) or peer.alarms.get(place)
-        if alarm is not None and _is_valid(peer, epoch, alarm):
-            peer.alarms[place] = alarm
-            yield from slow(peer, epoch, place, alarm)
-            peer.alarms.pop(place, None)
-            peer.entered = peer.now
-            return True
-    return False
+        alarm = peer.alarms.get(height) or _gather_timeouts(peer, epoch, height)
+        if alarm is not None and (height not in epoch.settled or alarm.round > 0):
+            start, peer.join = peer.now, None
+            try:
+                yield from slow(peer, epoch, height, alarm)
+            finally:
+                peer.join = join_slow_path
+            peer.alarms.pop(height, None)
+            epoch.settled.add(height)
+            peer.paused += peer.now - start
+            peer.entered = peer.time
+            return
 
 
 def _gather_timeouts(peer: Peer, epoch: Transcript, height: int) -> m.Alarm | None:
     timeouts = peer.timeouts.get((height, 0))
     if not timeouts or len(timeouts) <= epoch.view.bound:
         return None
-    for key in epoch.view.roster:
-        naming = [x for who, x in timeouts.items() if who in epoch.view.roster and _misses(x, key)]
-        if len(naming) > epoch.view.bound:
-            return m.Alarm(height, 0, tuple(x.message for x in naming))
-    return None
-
-
-def _misses(letter: Letter, key: bytes) -> bool:
-    return isinstance(letter.body, m.Timeout) and key in letter.body.missing
-
-
-def _is_valid(peer: Peer, epoch: Transcript, alarm: m.Alarm) -> bool:
-    """More than ``bound`` timeouts that miss one member, or all messages of the height and one that denies them."""
-    view, height = epoch.view, alarm.height
-    letters = [peer.examiner.examine(x) for x in alarm.evidence if x.run == peer.run and x.sender in view.roster]
-    here = {x.message.sender: x for x in letters if x is not None and _is_agreed(x, height)}
-    late = {x.message.sender: x for x in letters if x is not None and _is_timeout(x, height)}
-    if any(sum(_misses(x, key) for x in late.values()) > view.bound for key in view.roster):
-        return True
-    if any(key not in here for key in view.roster) or len({x.message.previous for x in here.values()}) != 1:
-        return False
-    sealing = epoch.heights.get(height) in _SEALING and epoch.sealing is not None
-    root = epoch.sealing.previous if sealing and epoch.sealing else compute_values_root(view.roster, here)
-    return any(x is not None and _is_agreed(x, height + 1) and x.message.previous != root for x in letters)
-
-
-def _is_agreed(letter: Letter, height: int) -> bool:
-    return letter.message.domain is Domain.AGREED and letter.message.height == height
-
-
-def _is_timeout(letter: Letter, height: int) -> bool:
-    body = letter.body
-    return isinstance(body, m.Timeout) and letter.message.height == height and body.round == 0
+    alarm = m.Alarm(height, 0, tuple(x.message for who, x in timeouts.items() if who in epoch.view.roster))
+    return alarm if is_valid_alarm(peer.run, peer.examiner, epoch, alarm) else None
 
 
 # ---- Dolev-Strong
@@ -195,12 +164,10 @@ class _Exchange:
                 return True
             return False
         if isinstance(first.body, m.Outcome):
-            if self._is_prepared(letters):
-                old = self.prepared
-                assert isinstance(first.body, m.Outcome)
-                if old is None or first.body.round > old[0].body.round:  # type: ignore[union-attr]
-                    self.prepared = list(letters)
-                    return True
+            higher = self.prepared is None or _get_rank(first) > _get_rank(self.prepared[0])
+            if higher and self._is_prepared(letters):
+                self.prepared = list(letters)
+                return True
             return False
         if self.certificate is None and self._is_complete(letters):
             self.certificate = list(letters)
@@ -209,56 +176,77 @@ class _Exchange:
 
     def _is_complete(self, letters: Sequence[Letter]) -> bool:
         """Whether these are all messages of the next height: then nobody honest is left behind at this one."""
-        sealing = self.epoch.sealing if self.epoch.heights.get(self.height) in _SEALING else None
+        sealing = self.epoch.sealing if self.epoch.heights.get(self.height) in SEALING else None
         roster = sealing.roster if sealing is not None else self.epoch.view.roster
-        senders = {x.message.sender for x in letters if _is_agreed(x, self.height + 1)}
+        senders = {x.message.sender for x in letters if is_agreed(x, self.height + 1)}
         roots = {x.message.previous for x in letters}
         return set(roster) <= senders and len(roots) == 1 and (sealing is None or roots == {sealing.previous})
 
     def _is_prepared(self, letters: Sequence[Letter]) -> bool:
         view = self.epoch.view
         bodies = {_core(x) for x in letters}
-        signers = {x.message.sender for x in letters if x.message.height == self.height} & set(view.roster)
+        places = (self.height, self.height + 1)  # whoever came down from the next height brings what it holds of it
+        signers = {x.message.sender for x in letters if x.message.height in places} & set(view.roster)
         rounds = {x.body.round if isinstance(x.body, m.Outcome) and not x.body.final else -1 for x in letters}
         return (
             len(bodies) == 1
             and len(rounds) == 1
-            and 0 <= min(rounds) < self.round
+            and len({x.message.height for x in letters}) == 1
+            and (letters[0].message.height > self.height or 0 <= min(rounds) < self.round)
             and len(signers) >= compute_quorum(self.peer.config, view)
         )
 
 
+class _Below(Exception):  # noqa: N818
+    """A slow path is open at the height before: that one comes first."""
+
+
 def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
     """Run the slow path at a height until it is settled: return to the fast path, or raise :class:`Lost`."""
-    round_, others = 0, _others(peer, epoch)
     prepared: list[Letter] | None = None
     halted = False
-    yield Note(SlowPath(epoch.view.step, epoch.view.attempt, height, epoch.heights[height]))
     while True:
-        yield Broadcast(others, alarm)
-        exchange = _Exchange(peer, epoch, height, round_)
-        if prepared is not None:
-            exchange.prepared = prepared
-        yield from _exchange_items(exchange, others)
-        if exchange.certificate is not None:
-            for letter in exchange.certificate:
-                peer.take(letter.message)
-            yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
-            return
-        core, view = _choose(exchange)
-        if core is not None:
-            final, mine = yield from _vote(peer, epoch, height, round_, core)
-            prepared = mine or prepared
-            if final is not None:
-                if halted:
-                    yield Note(Resumed(epoch.view.step))
-                yield Broadcast(others, m.Certificate(tuple(x.message for x in final)))
-                yield from _settle(peer, epoch, exchange, final, core, view)
-                return
-        if not halted:
-            yield Note(Halted(epoch.view.step, height))
-            halted = True
-        round_, alarm = yield from _await_round(peer, epoch, height, round_, prepared, others)
+        try:
+            round_, others = alarm.round, _others(peer, epoch)
+            yield Note(SlowPath(epoch.view.step, epoch.view.attempt, height, epoch.heights[height]))
+            while True:
+                yield Broadcast(others, alarm)
+                exchange = _Exchange(peer, epoch, height, round_, prepared=prepared)
+                yield from _exchange_items(exchange, others)
+                if exchange.certificate is not None:
+                    for letter in exchange.certificate:
+                        peer.take(letter.message)
+                    yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
+                    return
+                final = _find_final(peer, epoch, height)
+                core, view = _choose(exchange) if final is None else (None, None)
+                if core is not None:
+                    final, mine = yield from _vote(peer, epoch, height, round_, core)
+                    prepared = mine or prepared
+                if final is not None:
+                    if halted:
+                        yield Note(Resumed(epoch.view.step))
+                    yield from _settle(exchange, final, view, others)
+                    return
+                if not halted:
+                    yield Note(Halted(epoch.view.step, height))
+                    halted = True
+                round_, alarm = yield from _await_round(peer, epoch, height, round_, prepared, others)
+        except _Below:
+            height -= 1
+            lower = peer.find_epoch(height)
+            assert lower is not None
+            epoch, alarm = lower, peer.alarms[height]
+
+
+def _look_below(peer: Peer, height: int) -> None:
+    """Those who lag need this height's predecessor settled first; they cannot come here."""
+    below = height - 1
+    if below not in peer.alarms or below < peer.level:
+        return
+    epoch = peer.find_epoch(below)
+    if epoch is not None and below in epoch.heights and below not in epoch.settled:
+        raise _Below
 
 
 def _others(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
@@ -268,17 +256,20 @@ def _others(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
 def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     """``bound + 1`` rounds: put in what I hold, accept what has enough signatures, pass it on with mine."""
     peer, height, round_ = exchange.peer, exchange.height, exchange.round
-    start, length = peer.now, 2 * peer.config.delta
-    roster = exchange.epoch.view.roster
+    view, length = exchange.epoch.view, 2 * peer.config.delta
+    if round_ > 0:
+        yield from _say_failed(peer, exchange.epoch, height, round_, exchange.prepared, others)
     own: list[m.Relay] = []
-    for letter in _held(peer, roster, height, round_):
+    for letter in _held(peer, view.roster, height, round_):
         if exchange.offer([letter]):
+            exchange.accepted.add(compute_item_digest([letter]))
             own.append(m.Relay((letter.message,), ()))
     if exchange.prepared is not None:
         own.append((yield from _endorse(exchange, exchange.prepared, ())))
     yield Broadcast(others, m.Gossip(height, round_, tuple(own)))
-    end = start + (exchange.epoch.view.bound + 1) * length
-    while peer.now < end:
+    start = peer.now
+    end = start + (view.bound + 1) * length
+    while True:
         queues = peer.gossip.get((height, round_), {})
         number = int((peer.now - start) / length) + 1
         for sender in list(queues):
@@ -288,11 +279,10 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
                     if letters and exchange.offer(letters):
                         passed = yield from _endorse(exchange, letters, relay.endorsements)
                         yield Broadcast(others, m.Gossip(height, round_, (passed,)))
-        if exchange.certificate is not None:
+        if exchange.certificate is not None or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
             return
-        yield from peer.listen(end)
-        if _find_final(peer, exchange.epoch, height) is not None:
-            return
+        yield from peer.receive(end)
+        _look_below(peer, height)
 
 
 def _held(peer: Peer, roster: Sequence[bytes], height: int, round_: int) -> list[Letter]:
@@ -335,7 +325,7 @@ def _endorse(exchange: _Exchange, letters: Sequence[Letter], endorsements: tuple
 
 def _catch_up(peer: Peer, epoch: Transcript, height: int, root: bytes) -> Story:
     """Everybody is past this height: get its messages until they have the root that was named."""
-    if peer.level >= height or epoch.heights.get(height) in _SEALING:
+    if peer.level >= height or epoch.heights.get(height) in SEALING:
         return
     page = peer.page(height)
     pulled = -1.0
@@ -343,7 +333,7 @@ def _catch_up(peer: Peer, epoch: Transcript, height: int, root: bytes) -> Story:
         if peer.now - pulled >= peer.config.delta:
             pulled = peer.now
             yield Broadcast(peer.others, m.PullMessages(height, tuple(sorted(epoch.view.roster))))
-        yield from peer.listen(pulled + peer.config.delta)
+        yield from peer.receive(pulled + peer.config.delta)
     page.letters.update(values)
 
 
@@ -374,16 +364,21 @@ def _choose(exchange: _Exchange) -> tuple[m.Outcome | None, View | None]:
 def _resolve(exchange: _Exchange) -> Resolution | None:
     peer, epoch = exchange.peer, exchange.epoch
     view = epoch.view
-    sealing = epoch.sealing if epoch.heights.get(exchange.height) in _SEALING else None
+    strikes = {count.key: count.count for count in view.strikes}
     return resolve(
         exchange.height,
         view.roster,
         view.bound,
-        {count.key: count.count for count in view.strikes},
+        {key: strikes.get(key, 0) + (key in epoch.late) for key in view.roster},
         peer.config.strikes,
         exchange.seen,
-        sealing.previous if sealing is not None else None,
+        get_successor(epoch, exchange.height),
     )
+
+
+def _get_rank(vote: Letter) -> tuple[int, int]:
+    assert isinstance(vote.body, m.Outcome)
+    return vote.message.height, vote.body.round
 
 
 def _core(letter: Letter) -> bytes:
@@ -404,6 +399,7 @@ def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outco
         yield Broadcast(others, vote)
         end = peer.now + 3 * delta
         while True:
+            _look_below(peer, height)
             settled = _find_final(peer, epoch, height)
             if settled is not None:
                 return settled, firsts
@@ -416,7 +412,7 @@ def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outco
                 break
             if peer.now >= end:
                 return None, firsts
-            yield from peer.listen(end)
+            yield from peer.receive(end)
         if not final:
             firsts = votes[:quorum]
     raise AssertionError("a quorum of final votes was not found")
@@ -438,29 +434,50 @@ def _find_final(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | No
     return None
 
 
-def _settle(
-    peer: Peer, epoch: Transcript, exchange: _Exchange, final: list[Letter], core: m.Outcome, view: View | None
-) -> Story:
+def _settle(exchange: _Exchange, final: list[Letter], view: View | None, others: tuple[bytes, ...]) -> Story:
     """Go on as the final votes say: on the fast path with the letters seen, or from a new view."""
-    body = final[0].body
-    assert isinstance(body, m.Outcome)
-    settled = msgspec.structs.replace(body, round=0, final=False)
+    peer, epoch = exchange.peer, exchange.epoch
+    settled, messages = final[0].body, tuple(x.message for x in final)
+    assert isinstance(settled, m.Outcome)
+    peer.finals[exchange.height] = messages
+    yield Broadcast(others, m.Certificate(messages))
     if not settled.out:
         epoch.late |= set(settled.late)
-        for page in (exchange.seen.here, exchange.seen.next):
-            for letter in page.letters.values():
-                peer.take(letter.message)
-        epoch.settled.add(exchange.height)
+        yield from _take_slots(peer, epoch, exchange, settled)
         return
-    messages = tuple(x.message for x in final)
     if view is not None and compute_view_digest(view) == settled.view:
-        yield Broadcast(_others(peer, epoch), m.Chain((m.Link(encode_view(view), messages),)))
+        yield Broadcast(others, m.Chain((m.Link(encode_view(view), messages),)))
         raise Lost(view, messages)
-    while True:  # somebody who voted has the view: take_link raises Lost
-        yield Broadcast(_others(peer, epoch), m.PullChain(epoch.view.height))
+    while True:  # somebody who voted has the view; when it comes, Lost is raised
+        yield Broadcast(others, m.PullChain(epoch.view.height))
         end = peer.now + peer.config.delta
         while peer.now < end:
-            yield from peer.listen(end)
+            yield from peer.receive(end)
+
+
+def _take_slots(peer: Peer, epoch: Transcript, exchange: _Exchange, settled: m.Outcome) -> Story:
+    """Hold the letters that the outcome names, asking for them if need be."""
+    for page in (exchange.seen.here, exchange.seen.next):
+        for letter in page.letters.values():
+            peer.take(letter.message)
+    page, pulled = peer.page(exchange.height), -1.0
+    wanted = {slot.owner: slot.values for slot in settled.slots if slot.height == exchange.height}
+    while lacking := tuple(sorted(k for k, v in wanted.items() if v and not page.choose(k, v[0]))):
+        if pulled < 0 or peer.now - pulled >= peer.config.delta:
+            pulled = peer.now
+            yield Broadcast(peer.others, m.PullMessages(exchange.height, lacking))
+        yield from peer.receive(pulled + peer.config.delta)
+
+
+def _say_failed(
+    peer: Peer, epoch: Transcript, height: int, round_: int, prepared: list[Letter] | None, others: tuple[bytes, ...]
+) -> Story:
+    """The round before ``round_`` brought no quorum; this is what I hold of it."""
+    name = compute_digest("outcome", _core(prepared[0])) if prepared is not None else None
+    body = m.Timeout((), round_, name)
+    timeout = yield Sign(height, epoch.view.step, epoch.view.attempt, epoch.heights[height], bytes(32), body)
+    peer.take(timeout)
+    yield Broadcast(others, timeout)
 
 
 def _await_round(
@@ -469,11 +486,7 @@ def _await_round(
     """Say that this round failed until enough say so; then they begin the next one together."""
     view, delta = epoch.view, peer.config.delta
     while True:
-        name = compute_digest("outcome", _core(prepared[0])) if prepared is not None else None
-        body = m.Timeout((), round_ + 1, name)
-        timeout = yield Sign(height, view.step, view.attempt, epoch.heights[height], bytes(32), body)
-        peer.take(timeout)
-        yield Broadcast(others, timeout)
+        yield from _say_failed(peer, epoch, height, round_ + 1, prepared, others)
         yield Broadcast(others, m.PullChain(view.height))
         end = peer.now + 4 * delta
         while peer.now < end:
@@ -481,4 +494,7 @@ def _await_round(
                 signers = [x for who, x in timeouts.items() if who in view.roster]
                 if place == height and later > round_ and len(signers) > view.bound:
                     return later, m.Alarm(height, later, tuple(x.message for x in signers))
-            yield from peer.listen(end)
+            if _find_final(peer, epoch, height) is not None:
+                return round_, m.Alarm(height, round_, ())
+            yield from peer.receive(end)
+            _look_below(peer, height)

@@ -19,6 +19,7 @@ from phalanx.core.partition import compute_part_sizes, split_parts
 from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
+    ACCUSER_MARGIN,
     compare_gradients,
     compute_report,
     encode_tensor,
@@ -36,11 +37,11 @@ Finding = tuple[Verdict, tuple[int, ...]]
 
 def fetch(peer: Peer, is_here: Callable[[], bool], ask: Callable[[], Iterable[Effect]], until: float) -> Story:
     """Ask again and again for what is missing, until it is here or the time has come."""
-    again = peer.now
-    while not is_here() and peer.now < until:
-        if peer.now >= again:
+    again = peer.time
+    while not is_here() and peer.time < until:
+        if peer.time >= again:
             yield from ask()
-            again = peer.now + peer.config.delta
+            again = peer.time + peer.config.delta
         yield from peer.listen(min(until, again))
 
 
@@ -50,7 +51,7 @@ def compute_gradient(peer: Peer, step: int, seed: bytes) -> Story:
     if known is None:
         ticket = yield Begin(ComputeGradient(step, seed))
         while ticket not in peer.finished:
-            yield from peer.listen(peer.now + 1000 * peer.config.delta)
+            yield from peer.listen(peer.time + 1000 * peer.config.delta)
         value = peer.finished.pop(ticket)
         if value is None:
             return None
@@ -81,8 +82,12 @@ def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
     return found
 
 
-def check_commit(peer: Peer, transcript: Transcript, target: bytes) -> Story:
-    """V4: recompute ``target``'s gradient of that attempt, its root, and all its reports."""
+def check_commit(peer: Peer, transcript: Transcript, target: bytes, accusing: bool = False) -> Story:
+    """V4: recompute ``target``'s gradient of that attempt, its root, and all its reports.
+
+    Who is about to accuse allows for more rounding than those who will vote: else a report on the edge could be wrong
+    for one and right for the others.
+    """
     view, count = transcript.view, len(transcript.view.roster)
     root = peer.get_commitment(transcript, target)
     if root is None:
@@ -100,7 +105,7 @@ def check_commit(peer: Peer, transcript: Transcript, target: bytes) -> Story:
         verdict = _compare(peer, parts, mine)
         if verdict is not Verdict.INNOCENT:
             return verdict, ()
-    wrong = _find_wrong_reports(peer, transcript, target, parts)
+    wrong = _find_wrong_reports(peer, transcript, target, parts, ACCUSER_MARGIN if accusing else 1.0)
     return (Verdict.GUILTY if wrong else Verdict.INNOCENT), wrong
 
 
@@ -130,7 +135,7 @@ def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes) -> Story:
             if not peer.has_part(place):
                 yield from ask_part(peer, place, (owner, view.roster[place[3]]))
 
-    yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, peer.now + 3 * peer.config.delta)
+    yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, peer.time + 3 * peer.config.delta)
     return {place[3]: data for place in places if (data := peer.get_part(place)) is not None}
 
 
@@ -140,7 +145,9 @@ def ask_part(peer: Peer, place: tuple[int, int, bytes, int], whom: Iterable[byte
     yield Broadcast(targets, m.PullPart(*place, 0))
 
 
-def _find_wrong_reports(peer: Peer, transcript: Transcript, target: bytes, parts: dict[int, bytes]) -> tuple[int, ...]:
+def _find_wrong_reports(
+    peer: Peer, transcript: Transcript, target: bytes, parts: dict[int, bytes], margin: float = 1.0
+) -> tuple[int, ...]:
     view, count = transcript.view, len(transcript.view.roster)
     letter = (transcript.reports or {}).get(target)
     if letter is None or not isinstance(letter.body, m.Report) or transcript.randomness is None:
@@ -158,7 +165,9 @@ def _find_wrong_reports(peer: Peer, transcript: Transcript, target: bytes, parts
         and aggregates[part] is not None
         and part not in body.lacking
         and not all(
-            is_same_report(body.sums[at], body.norms[part], right.sums[at], right.norms[part], view.tau, sizes[part])
+            is_same_report(
+                body.sums[at], body.norms[part], right.sums[at], right.norms[part], view.tau, sizes[part], margin
+            )
             for at in range(part, count * peer.config.projections, count)
         )
     )
@@ -220,7 +229,7 @@ def _check_accusation(peer: Peer, charge: m.Accusation, accusers: Sequence[bytes
         return Verdict.INNOCENT
     if charge.rule is Rule.GRADIENT:
         verdict, wrong = yield from check_commit(peer, transcript, charge.accused)
-        if verdict is Verdict.GUILTY and set(charge.parts) != set(wrong):
+        if verdict is Verdict.GUILTY and (bool(charge.parts) != bool(wrong) or not set(charge.parts) <= set(wrong)):
             return Verdict.INNOCENT
         return verdict
     count = len(transcript.view.roster)

@@ -6,6 +6,7 @@ can ban; a ban needs a proof that is in the transcript, or a strict majority of 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -405,10 +406,9 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
     for part, size in enumerate(sizes):
         eps = sum_bound(view.tau, len(bodies), size, dtype, config.cap)
         for place in range(config.projections):
-            total = 0.0
-            for key, body in bodies.items():
-                fixed = decision.corrections.get((key, part))
-                total += fixed[place] if fixed is not None else body.sums[place * parts + part]
+            column = {key: body.sums[place * parts + part] for key, body in bodies.items()}
+            column |= {key: fixed[place] for (key, at), fixed in decision.corrections.items() if at == part}
+            total = math.fsum(column.values())  # exact, so the same for everybody
             if not abs(total) <= eps:
                 evidence = evidence or tuple(x.message for x in reports.values())
                 reason = f"its aggregate is off balance by {abs(total):.3g}, more than {eps:.3g}"

@@ -21,7 +21,7 @@ from phalanx.core.membership import View, compute_duties, compute_quorum, comput
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
 from phalanx.core.partition import compute_part_sizes
-from phalanx.core.slowpath import Resolution
+from phalanx.core.slowpath import Resolution, is_valid_alarm
 from phalanx.core.transcript import Page, Transcript
 from phalanx.core.verification import WIRE_TYPES
 
@@ -60,13 +60,15 @@ class Own:
 class Peer:
     """The memory of one peer."""
 
-    def __init__(
-        self, config: Config, key: bytes, examiner: Examiner, view: View, follow: Follow, clock: float = 0.0
-    ) -> None:
+    def __init__(self, config: Config, key: bytes, examiner: Examiner, view: View, follow: Follow) -> None:
         self.follow = follow
+        self.join: Callable[[Peer], Story] | None = None
+        """Takes part in a slow path that others opened, whatever this peer was waiting for."""
+        self.paused = 0.0
+        """Seconds spent in slow paths: no deadline runs meanwhile."""
         self.config, self.key, self.run, self.examiner = config, key, config.run, examiner
         self.dtype = WIRE_TYPES[config.wire]
-        self.now = clock
+        self.now = 0.0
         self.links: list[tuple[View, tuple[Signed, ...]]] = []
         """The views at which the roster changed, and who signed them."""
         self.pages: dict[int, Page] = {}
@@ -83,7 +85,10 @@ class Peer:
         self.trials: dict[int, dict[bytes, Letter]] = {}
         self.timeouts: dict[tuple[int, int], dict[bytes, Letter]] = {}
         self.votes: dict[tuple[int, int, bool], dict[bytes, Letter]] = {}
+        self.finals: dict[int, tuple[Signed, ...]] = {}
+        """Final votes of slow paths that are settled."""
         self.alarms: dict[int, m.Alarm] = {}
+        """Valid openings of slow paths that this peer has not joined yet."""
         self.gossip: dict[tuple[int, int], dict[bytes, list[m.Gossip]]] = {}
         self.cases: dict[bytes, m.Accusation | m.Proof] = {}
         self.proofs: dict[bytes, bytes] = {}
@@ -110,8 +115,8 @@ class Peer:
         self.duties = compute_duties(self.config, view)
         self.level = view.height - 1
         self.root = view.previous
-        self.entered = self.now
-        self.grace = self.now
+        self.entered = self.time
+        self.grace = self.time
         self.member = self.key in view.roster
         self.contributes = self.key in self.duties.contributors
         self.index = view.roster.index(self.key) if self.member else -1
@@ -134,7 +139,7 @@ class Peer:
         for table in (self.parts, self.aggregates, self.openings, self.transcripts, self.gradients, self.readings):
             _drop(table, lambda place: place[0] < old)
         _drop(self.own, lambda place: place < old)
-        for table in (self.pages, self.trials, self.alarms):
+        for table in (self.pages, self.trials, self.alarms, self.finals):
             _drop(table, lambda place: place < oldest)
         for table in (self.timeouts, self.votes, self.gossip):
             _drop(table, lambda place: place[0] < oldest)
@@ -159,7 +164,18 @@ class Peer:
 
     # ---- Receiving
 
+    @property
+    def time(self) -> float:
+        """The clock of the fast path: it stands still in slow paths."""
+        return self.now - self.paused
+
     def listen(self, until: float) -> Story:
+        """Wait for one message until ``until`` on :attr:`time`; join a slow path if one has opened."""
+        yield from self.receive(until + self.paused)
+        if self.join is not None and (self.alarms or self.timeouts):
+            yield from self.join(self)
+
+    def receive(self, until: float) -> Story:
         """Wait for one message and take care of it; :class:`Lost` when one shows that the run went on elsewhere."""
         delivery = yield Receive(until)
         self.now = delivery.now
@@ -177,7 +193,6 @@ class Peer:
                     yield from handler(self, delivery.sender, message)
             if self.adopted is not None:
                 raise self.adopted
-        return None
 
     def take(self, message: Signed, sender: bytes | None = None) -> Iterable[Any]:
         """Keep a signed message if it can be of use. Nothing is unpacked before its signature was checked."""
@@ -201,6 +216,8 @@ class Peer:
                 if message.sender in page.seconds:
                     return self._take_equivocation(page, message.sender)
         elif domain is Domain.TIMEOUT and isinstance(letter.body, m.Timeout):
+            if letter.body.round > 0 and height in self.finals:  # it was settled: whoever missed that can see it
+                return (Send(message.sender, m.Certificate(self.finals[height])),)
             self.timeouts.setdefault((height, letter.body.round), {}).setdefault(message.sender, letter)
         elif domain is Domain.OUTCOME and isinstance(letter.body, m.Outcome):
             self.votes.setdefault((height, letter.body.round, letter.body.final), {}).setdefault(message.sender, letter)
@@ -341,7 +358,10 @@ def _drop(table: dict[Any, Any], is_old: Callable[[Any], bool]) -> None:
 
 
 def is_certified(config: Config, examiner: Examiner, before: View, view: View, messages: Iterable[Signed]) -> bool:
-    """Whether the roster of ``before`` says that ``view`` follows: all of it, or a quorum of final votes."""
+    """Whether the roster of ``before`` says that ``view`` follows: all of it but ``bound``, or a quorum of final votes.
+
+    All but ``bound``, because a Byzantine member may sign its SEAL for a view of its own.
+    """
     digest = compute_view_digest(view)
     whole: set[bytes] = set()
     votes: dict[tuple[int, int], set[bytes]] = {}
@@ -355,7 +375,8 @@ def is_certified(config: Config, examiner: Examiner, before: View, view: View, m
         elif isinstance(body, m.Outcome) and body.final and body.view == digest:
             votes.setdefault((message.height, body.round), set()).add(message.sender)
     quorum = compute_quorum(config, before)
-    return len(whole) == len(before.roster) or any(len(signers) >= quorum for signers in votes.values())
+    enough = max(len(before.roster) - before.bound, quorum)
+    return len(whole) >= enough or any(len(signers) >= quorum for signers in votes.values())
 
 
 def compute_case_digest(case: m.Accusation | m.Proof) -> bytes:
@@ -494,8 +515,13 @@ def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
 
 def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
     """Somebody opens a slow path. Whoever is past it shows why it is needless; the others join (``broadcast.py``)."""
+    if sender not in peer.circle or not _may_answer(peer, sender):
+        return
     for signed in message.evidence:
         yield from peer.take(signed)
+    epoch = peer.find_epoch(message.height)
+    if epoch is None or not is_valid_alarm(peer.run, peer.examiner, epoch, message):
+        return
     if message.height >= peer.level:
         held = peer.alarms.get(message.height)
         if held is None or held.round < message.round:
@@ -519,7 +545,7 @@ def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:
         alarm.height, peer.view.step, peer.view.attempt, Phase.COMMIT, bytes(32), m.Endorsement(alarm.round, item)
     )
     relay = m.Relay(tuple(letter.message for letter in letters), (endorsement,))
-    peer.grace = peer.now + 3 * peer.config.delta
+    peer.grace = peer.time + 3 * peer.config.delta
     yield Broadcast(peer.others, m.Gossip(alarm.height, alarm.round, (relay,)))
 
 

@@ -12,12 +12,55 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.core.envelope import Letter
-from phalanx.core.messages import Phase, SlotOutcome, Timeout
-from phalanx.core.transcript import Page, Values, compute_values_root
+from phalanx.core.crypto import Domain
+from phalanx.core.envelope import Examiner, Letter
+from phalanx.core.messages import Alarm, Phase, SlotOutcome, Timeout
+from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 
-_CLOSING = (Phase.CONFIRM, Phase.VOTE)
+SEALING = (Phase.SEAL, Phase.ABORT)
+"""Phases that only certify a view that is known already: what they hold decides nothing."""
 _AFTER = (Phase.SEAL, Phase.COMMIT)
+
+
+# ---- What opens a slow path
+
+
+def is_valid_alarm(run: bytes, examiner: Examiner, epoch: Transcript, alarm: Alarm) -> bool:
+    """More than ``bound`` timeouts that miss one member, or all messages of the height and one that denies them."""
+    view, height = epoch.view, alarm.height
+    letters = [examiner.examine(x) for x in alarm.evidence if x.run == run and x.sender in view.roster]
+    late = {x.message.sender: x for x in letters if x is not None and is_timeout(x, height, alarm.round)}
+    if alarm.round > 0:
+        return len(late) > view.bound
+    if any(sum(misses(x, key) for x in late.values()) > view.bound for key in view.roster):
+        return True
+    here = {x.message.sender: x for x in letters if x is not None and is_agreed(x, height)}
+    if any(key not in here for key in view.roster) or len({x.message.previous for x in here.values()}) != 1:
+        return False
+    root = get_successor(epoch, height) or compute_values_root(view.roster, here)
+    return any(x is not None and is_agreed(x, height + 1) and x.message.previous != root for x in letters)
+
+
+def get_successor(epoch: Transcript, height: int) -> bytes | None:
+    """What the next height names if that does not depend on this one's messages: after SEAL and ABORT."""
+    sealing = epoch.sealing if epoch.heights.get(height) in SEALING else None
+    return sealing.previous if sealing is not None else None
+
+
+def is_agreed(letter: Letter, height: int) -> bool:
+    return letter.message.domain is Domain.AGREED and letter.message.height == height
+
+
+def is_timeout(letter: Letter, height: int, round_: int) -> bool:
+    body = letter.body
+    return isinstance(body, Timeout) and letter.message.height == height and body.round == round_
+
+
+def misses(letter: Letter, key: bytes) -> bool:
+    return isinstance(letter.body, Timeout) and key in letter.body.missing
+
+
+# ---- How it ends
 
 
 @dataclass(slots=True)
@@ -58,10 +101,7 @@ def resolve(
     seen: Seen,
     successor: bytes | None = None,
 ) -> Resolution | None:
-    """The one conclusion from what was seen; None if it allows none (then ``delta`` did not hold).
-
-    ``successor`` is what the next height names when that does not depend on this one's messages: after SEAL and ABORT.
-    """
+    """The one conclusion from what was seen; None if it allows none (then ``delta`` did not hold)."""
     here, beyond = seen.here, seen.next
     double = {key for key in roster if key in here.seconds}
     banned = double | {key for key in roster if key in beyond.seconds}
@@ -115,7 +155,3 @@ def _is_closing(said: Mapping[bytes, Letter], root: bytes, bound: int) -> bool:
     """Whether more than ``bound`` members took this height for the last of its step, and went on from ``root``."""
     on = [letter.message.phase for letter in said.values() if letter.message.previous == root]
     return sum(phase in _AFTER for phase in on) > bound
-
-
-def is_last(phase: Phase) -> bool:
-    return phase in _CLOSING

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from phalanx.core import messages as m
-from phalanx.core.broadcast import agree
+from phalanx.core.broadcast import agree, join_slow_path
 from phalanx.core.checking import (
     ask_part,
     check_case,
@@ -88,6 +88,7 @@ from phalanx.core.peer import Lost, Own, Peer, compute_case_digest, send_aggrega
 from phalanx.core.slowpath import Resolution
 from phalanx.core.transcript import Transcript, Values
 from phalanx.core.verification import (
+    ACCUSER_MARGIN,
     compute_column,
     encode_tensor,
     is_same_report,
@@ -116,12 +117,12 @@ def run_attempt(peer: Peer) -> Story:
 
     # Scatter, AGGREGATE, gather: part j goes to member j, who returns the clipped mean.
     yield from scatter(peer, own)
-    aggregate = yield from aggregate_part(peer, peer.entered + 2 * config.delta + config.transfer_time)
+    aggregate = yield from aggregate_part(peer, 2 * config.delta + config.transfer_time)
     yield from agree(peer, Phase.AGGREGATE, aggregate, work=config.transfer_time)
     offenders = find_offenders(config, transcript, Phase.AGGREGATE)
     if not offenders.banned and find_requests(transcript):
         unopened = yield from open_parts(peer, own, find_requests(transcript))
-        aggregate = yield from aggregate_part(peer, peer.now)
+        aggregate = yield from aggregate_part(peer, 0)
         aggregate = msgspec.structs.replace(aggregate, unopened=unopened, trials=())
         yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=config.transfer_time)
         offenders = find_offenders(config, transcript, Phase.AGGREGATE_AGAIN)
@@ -200,7 +201,7 @@ def check_targets(peer: Peer) -> Story:
         transcript = peer.transcripts.get((done[-1].step, done[-1].attempt))
         if transcript is None:
             continue
-        verdict, wrong = yield from check_commit(peer, transcript, check.target)
+        verdict, wrong = yield from check_commit(peer, transcript, check.target, accusing=True)
         findings[check.target] = verdict
         commit = transcript.phases.get(Phase.COMMIT, {}).get(check.target) or peer.trials.get(
             transcript.view.height, {}
@@ -246,7 +247,7 @@ def scatter(peer: Peer, own: Own) -> Story:
             yield from send_part(peer, (view.roster[part],), (view.step, view.attempt, peer.key, part), data)
 
 
-def aggregate_part(peer: Peer, until: float) -> Story:
+def aggregate_part(peer: Peer, patience: float) -> Story:
     """My part of everybody's gradient, clipped and sent to all; or whose parts I did not get."""
     view = peer.view
     if not peer.member:
@@ -255,9 +256,9 @@ def aggregate_part(peer: Peer, until: float) -> Story:
     wanted = list(places)
     while wanted:
         wanted = [place for place in wanted if not peer.has_part(place)]
-        if not wanted or peer.now >= until:
+        if not wanted or peer.time >= peer.entered + patience:
             break
-        yield from peer.listen(until)
+        yield from peer.listen(peer.entered + patience)
     trials = tuple(
         m.Listed(key, letter.digest)
         for key, letter in sorted(peer.trials.get(view.height, {}).items())
@@ -344,8 +345,8 @@ def gather(peer: Peer, until: float) -> Story:
             yield Broadcast(peer.others, m.PullAggregate(*place, 0))
 
     if peer.member and not is_here():  # what is under way should not be asked for
-        soon = min(until, peer.now + peer.config.delta)
-        while peer.now < soon and not is_here():
+        soon = min(until, peer.time + peer.config.delta)
+        while peer.time < soon and not is_here():
             yield from peer.listen(soon)
     yield from fetch(peer, is_here, ask, until)
 
@@ -409,7 +410,7 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
         norm = float(norms[place])
         said = body.sums[peer.index :: count]
         if not all(
-            is_same_report(claim, body.norms[peer.index], true, norm, view.tau, size)
+            is_same_report(claim, body.norms[peer.index], true, norm, view.tau, size, ACCUSER_MARGIN)
             for claim, true in zip(said, right, strict=True)
         ):
             found.append(
@@ -456,7 +457,7 @@ def conclude(peer: Peer, state: bytes) -> Story:
             return (yield from abort(peer, offenders))
         for case in agenda:
             if case.accusers and is_received(transcript, case):
-                yield from fetch_case(peer, case, peer.now + 1000 * config.delta)
+                yield from fetch_case(peer, case, peer.time + 1000 * config.delta)
     decision = decide(config, transcript, agenda, peer.cases)
     view = make_next(config, transcript, decision, peer.level + 1, peer.root)
     if not is_changed(peer.view, view):
@@ -477,7 +478,7 @@ def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
         distant = find_distant(config, peer.transcript)
         requests = {(view.roster.index(key), part) for key in peer.duties.contributors for part in distant}
         unopened = yield from open_parts(peer, peer.own.setdefault(view.step, Own()), requests)
-    until = peer.now + 3 * config.delta
+    until = peer.time + 3 * config.delta
     ballots = []
     for case in agenda:
         verdict = (yield from check_case(peer, case, until)) if peer.member else Verdict.NOT_RECEIVED
@@ -532,10 +533,13 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
 # ---- A peer's life
 
 
-def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None, clock: float = 0.0) -> Story:
+def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None) -> Story:
     """Take part until the run ends. ``kept`` is the last view on disk, if this peer has been here before."""
     view = (decode_view(kept) if kept is not None else None) or make_genesis(config)
-    peer = Peer(config, key, examiner, view, follow, clock)
+    peer = Peer(config, key, examiner, view, follow)
+    yield from peer.receive(float("-inf"))  # what time is it?
+    peer.enter(view)
+    peer.join = join_slow_path
     returning = kept is not None or key not in config.founders
     riding = False
     while True:
@@ -592,8 +596,8 @@ def announce_lost(peer: Peer, view: View) -> Story:
 def catch_up(peer: Peer) -> Story:
     """Ask for the views that followed the one I know; :class:`Lost` brings the latest."""
     yield Broadcast(peer.others, m.PullChain(peer.view.height))
-    end = peer.now + 2 * peer.config.delta
-    while peer.now < end:
+    end = peer.time + 2 * peer.config.delta
+    while peer.time < end:
         yield from peer.listen(end)
 
 
@@ -624,16 +628,16 @@ def fetch_state(peer: Peer, server: bytes) -> Story:
     peer.asked.add(("state", step, server))
     peer.state_chunks.pop(step, None)
     peer.state_size.pop(step, None)
-    until = peer.now + 4 * peer.config.delta + peer.config.transfer_time
-    while peer.now < until:
+    until = peer.time + 4 * peer.config.delta + peer.config.transfer_time
+    while peer.time < until:
         chunks = peer.state_chunks.get(step, {})
         got = sum(map(len, chunks.values()))
         if step in peer.state_size and got >= peer.state_size[step]:
             return b"".join(chunks[at] for at in sorted(chunks))
         yield Send(server, m.PullState(step, got))
         before = len(chunks)
-        end = min(until, peer.now + 2 * peer.config.delta)
-        while peer.now < end and len(peer.state_chunks.get(step, {})) == before:
+        end = min(until, peer.time + 2 * peer.config.delta)
+        while peer.time < end and len(peer.state_chunks.get(step, {})) == before:
             yield from peer.listen(end)
     return None
 
@@ -641,7 +645,7 @@ def fetch_state(peer: Peer, server: bytes) -> Story:
 def linger(peer: Peer) -> Story:
     """The run is over: answer those who are not as far."""
     yield Note(RunFinished(peer.view))
-    end = peer.now + 60 * peer.config.delta
-    while peer.now < end:
+    end = peer.time + 60 * peer.config.delta
+    while peer.time < end:
         yield from peer.listen(end)
     return peer.view

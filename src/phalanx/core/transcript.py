@@ -47,6 +47,13 @@ class Page:
     def get_all(self, sender: bytes) -> list[Letter]:
         return [page[sender] for page in (self.letters, self.seconds) if sender in page]
 
+    def choose(self, sender: bytes, digest: bytes) -> bool:
+        """Make the letter with this digest the sender's; whether it is here."""
+        found = next((letter for letter in self.get_all(sender) if letter.digest == digest), None)
+        if found is not None:
+            self.letters[sender] = found
+        return found is not None
+
     def find_values(self, roster: Collection[bytes], root: bytes) -> Values | None:
         """The letters of the roster whose root this is, if they are here."""
         if any(key not in self.letters for key in roster):
