@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -55,6 +55,8 @@ class Offence:
 class Decision:
     banned: dict[bytes, Offence] = field(default_factory=dict)
     removed: dict[bytes, str] = field(default_factory=dict)
+    failed: bool = False
+    """The attempt cannot go on, whoever is to blame."""
     wrong: bool = False
     """An aggregate was wrong: the update is undone and the step tried again."""
     acquitted: tuple[Suspect, ...] = ()
@@ -71,6 +73,10 @@ class Decision:
     def remove(self, key: bytes, reason: str) -> None:
         if key not in self.banned:
             self.removed.setdefault(key, reason)
+
+    @property
+    def ends_attempt(self) -> bool:
+        return bool(self.failed or self.banned or self.removed)
 
     def get_changes(self, late: frozenset[bytes] = frozenset()) -> Changes:
         return Changes(frozenset(self.banned), frozenset(self.removed), late)
@@ -153,6 +159,14 @@ def decide_openings(config: Config, transcript: Transcript) -> Decision:
         for key, body in bodies.items():
             if body.result is None:
                 decision.remove(key, "denies to have a part that all could get")
+    return _forgive(transcript, decision)
+
+
+def _forgive(transcript: Transcript, decision: Decision) -> Decision:
+    """More to blame than there can be attackers: ``delta`` did not hold. The attempt is over, but nobody goes."""
+    decision.failed = bool(decision.removed)
+    if len(decision.removed) > transcript.view.bound:
+        decision.removed.clear()
     return decision
 
 
@@ -175,7 +189,7 @@ def decide_aggregates(transcript: Transcript) -> Decision:
     for part, count in lacking.items():
         if len(view.roster) - count <= view.bound:
             decision.remove(view.roster[part], "kept its aggregate from almost everybody")
-    return decision
+    return _forgive(transcript, decision)
 
 
 def decide_reports(transcript: Transcript) -> Decision:
@@ -184,7 +198,7 @@ def decide_reports(transcript: Transcript) -> Decision:
     for key, letter in transcript.phases[Phase.REPORT_AGAIN].items():
         if isinstance(letter.body, m.Report) and letter.body.lacking:
             decision.remove(key, "denies to have an aggregate that all could get")
-    return decision
+    return _forgive(transcript, decision)
 
 
 # ---- The whole step
@@ -430,11 +444,21 @@ def _decide_states(transcript: Transcript, decision: Decision) -> None:
 
 
 def find_complaints(transcript: Transcript) -> list[Complaint]:
+    """Who named whom. If more members are at odds with too many than can be Byzantine, ``delta`` did not hold."""
     view, found = transcript.view, []
     for key, letter in transcript.phases.get(Phase.AGGREGATE, {}).items():
         if isinstance(letter.body, m.Aggregate):
             found += [Complaint(view.step, key, view.roster[i]) for i in letter.body.missing]
-    return found
+    return found if len(_find_quarrellers(view, found)) <= view.bound else []
+
+
+def _find_quarrellers(view: View, complaints: Sequence[Complaint]) -> set[bytes]:
+    """Who names, or is named by, more members than may be Byzantine."""
+    at_odds: dict[bytes, set[bytes]] = {}
+    for complaint in complaints:
+        at_odds.setdefault(complaint.namer, set()).add(complaint.named)
+        at_odds.setdefault(complaint.named, set()).add(complaint.namer)
+    return {key for key, others in at_odds.items() if len(others) > view.bound}
 
 
 def _decide_complaints(config: Config, transcript: Transcript, decision: Decision) -> None:
@@ -444,18 +468,17 @@ def _decide_complaints(config: Config, transcript: Transcript, decision: Decisio
     if not fresh:
         return
     complaints = [*view.complaints, *fresh]
-    at_odds: dict[bytes, set[bytes]] = {}
-    for complaint in complaints:
-        at_odds.setdefault(complaint.namer, set()).add(complaint.named)
-        at_odds.setdefault(complaint.named, set()).add(complaint.namer)
-    alone = {key for key, others in at_odds.items() if len(others) > view.bound}
-    for key in sorted(alone):
+    gone = _find_quarrellers(view, complaints)
+    if len(gone) > view.bound:
+        return
+    for key in sorted(gone):
         decision.remove(key, "at odds with more members than may be Byzantine")
     pairs = Counter(frozenset((c.namer, c.named)) for c in complaints)
     for pair, count in sorted(pairs.items(), key=lambda item: sorted(item[0])):
-        if count >= config.complaints and not pair & alone:
+        if count >= config.complaints and not pair & gone:  # whoever takes one along takes nobody else
+            gone |= pair
             for key in sorted(pair):
-                decision.remove(key, "a pair that keeps accusing each other")
+                decision.remove(key, "a pair that keeps naming each other")
 
 
 # ---- Views

@@ -233,7 +233,7 @@ class Abort(_Said, frozen=True):
     view: Digest
 
     def __post_init__(self) -> None:
-        _require(bool(self.culprits) and _is_increasing(self.culprits), "culprits: none, or not increasing")
+        _require(_is_increasing(self.culprits), "culprits: not increasing")
 
 
 AgreedBody: TypeAlias = Commit | Aggregate | Reveal | Report | Confirm | Vote | Seal | Abort

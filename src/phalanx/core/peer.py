@@ -29,6 +29,8 @@ _PAST_HEIGHTS = 64
 _FUTURE_HEIGHTS = 4
 _MOST_CASES = 1024
 _MOST_JOINS = 256
+_TICK = 1e-6
+"""Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ANSWERS = 256
 """Requests of one peer that are answered in one attempt."""
 
@@ -171,7 +173,7 @@ class Peer:
 
     def listen(self, until: float) -> Story:
         """Wait for one message until ``until`` on :attr:`time`; join a slow path if one has opened."""
-        yield from self.receive(until + self.paused)
+        yield from self.receive(until + self.paused + _TICK)
         if self.join is not None and (self.alarms or self.timeouts):
             yield from self.join(self)
 

@@ -112,7 +112,7 @@ def run_attempt(peer: Peer) -> Story:
     if peer.riding:
         yield from finish_previous(peer)
     offenders = find_offenders(config, transcript, Phase.COMMIT)
-    if offenders.banned or offenders.removed:
+    if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
 
     # Scatter, AGGREGATE, gather: part j goes to member j, who returns the clipped mean.
@@ -128,7 +128,7 @@ def run_attempt(peer: Peer) -> Story:
         offenders = find_offenders(config, transcript, Phase.AGGREGATE_AGAIN)
         if not offenders.banned:
             offenders = decide_openings(config, transcript)
-    if offenders.banned or offenders.removed:
+    if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
 
     # REVEAL: the shares make the randomness of the next step, unknown to all until now.
@@ -145,14 +145,14 @@ def run_attempt(peer: Peer) -> Story:
     offenders = find_offenders(config, transcript, Phase.REPORT)
     if not offenders.banned:
         offenders = decide_aggregates(transcript)
-    if not offenders.banned and not offenders.removed and is_lacking(transcript):
+    if not offenders.ends_attempt and is_lacking(transcript):
         yield from gather(peer, peer.entered + 2 * config.delta + config.transfer_time)
         report = yield from make_report(peer, own, findings)
         yield from agree(peer, Phase.REPORT_AGAIN, report, work=config.transfer_time)
         offenders = find_offenders(config, transcript, Phase.REPORT_AGAIN)
         if not offenders.banned:
             offenders = decide_reports(transcript)
-    if offenders.banned or offenders.removed:
+    if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
 
     # CONFIRM: the new state, and what I hold against others.
