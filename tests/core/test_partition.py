@@ -13,7 +13,7 @@ from phalanx.core.partition import BLOCK, compute_part_sizes, join_parts, split_
 def test_splitting_and_joining_is_the_identity(count: int, extra: int) -> None:
     vector = torch.arange(count + extra, dtype=torch.float32)
     parts = split_parts(vector, count)
-    assert [len(part) for part in parts] == compute_part_sizes(len(vector), count)
+    assert tuple(len(part) for part in parts) == compute_part_sizes(len(vector), count)
     assert min(len(part) for part in parts) > 0
     assert all(part.is_contiguous() for part in parts)
     assert torch.equal(join_parts(parts), vector)

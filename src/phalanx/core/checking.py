@@ -64,11 +64,6 @@ def cut(gradient: Tensor, count: int) -> list[bytes]:
     return [encode_tensor(part) for part in split_parts(gradient, count)]
 
 
-def read_parts(peer: Peer, parts: Sequence[bytes], count: int) -> list[Tensor]:
-    sizes = compute_part_sizes(peer.config.size, count)
-    return [read_part(data, size, peer.dtype, peer.config.cap)[0] for data, size in zip(parts, sizes, strict=True)]
-
-
 def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
     """The aggregates of an attempt, where they are here and what they should be."""
     view = transcript.view

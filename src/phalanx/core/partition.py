@@ -7,6 +7,7 @@ Blocks of coordinates go to the parts in turn, so that every part samples all la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,13 +15,14 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def compute_part_sizes(size: int, count: int) -> list[int]:
+@lru_cache(maxsize=64)
+def compute_part_sizes(size: int, count: int) -> tuple[int, ...]:
     """How many coordinates each of ``count`` parts of a gradient of ``size`` has."""
     block = _block(size, count)
     whole, rest = divmod(size, block)
     sizes = [block * len(range(part, whole, count)) for part in range(count)]
     sizes[whole % count] += rest
-    return sizes
+    return tuple(sizes)
 
 
 def split_parts(vector: Tensor, count: int) -> list[Tensor]:
@@ -39,7 +41,7 @@ def split_parts(vector: Tensor, count: int) -> list[Tensor]:
 def join_parts(parts: Sequence[Tensor]) -> Tensor:
     """The vector whose parts these are; raises ``ValueError`` if their sizes do not fit together."""
     size, count = sum(len(part) for part in parts), len(parts)
-    if [len(part) for part in parts] != compute_part_sizes(size, count):
+    if tuple(len(part) for part in parts) != compute_part_sizes(size, count):
         raise ValueError(f"parts: sizes {[len(part) for part in parts]} are not those of a vector of {size}")
     block = _block(size, count)
     whole = size // block

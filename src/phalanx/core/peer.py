@@ -55,6 +55,7 @@ class Own:
     gradient: Tensor | None = None
     parts: dict[int, list[bytes]] = field(default_factory=dict)
     """The wire bytes of all parts, by attempt."""
+    tensors: dict[int, list[Tensor]] = field(default_factory=dict)
     paths: dict[int, list[tuple[bytes, ...]]] = field(default_factory=dict)
     roots: dict[int, bytes] = field(default_factory=dict)
 
@@ -80,6 +81,8 @@ class Peer:
         self.verified: set[tuple[Any, ...]] = set()
         """Which of the parts and aggregates held are known to be what they should be."""
         self.readings: dict[tuple[int, int, int], Tensor | None] = {}
+        self.rows: dict[tuple[int, int, bytes, int], tuple[Tensor, bool]] = {}
+        """What the aggregates, and the parts that I aggregate, say: read once."""
         self.aggregates: dict[tuple[int, int, int], bytes] = {}
         self.state_chunks: dict[int, dict[int, bytes]] = {}
         self.state_size: dict[int, int] = {}
@@ -129,6 +132,7 @@ class Peer:
         self.audience = tuple(key for key in (*view.roster, *(c.key for c in view.candidates)) if key != self.key)
         self.others = tuple(key for key in view.roster if key != self.key)
         self.answers.clear()
+        self.rows.clear()
         self.adopted = None
         self._forget()
 

@@ -20,12 +20,10 @@ from phalanx.core.checking import (
     check_case,
     check_commit,
     compute_gradient,
-    cut,
     fetch,
     fetch_case,
     is_proven,
     read_aggregates,
-    read_parts,
 )
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_commitment, compute_digest
@@ -83,7 +81,7 @@ from phalanx.core.membership import (
 )
 from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Phase, Rule, Verdict
-from phalanx.core.partition import join_parts
+from phalanx.core.partition import join_parts, split_parts
 from phalanx.core.peer import Lost, Own, Peer, compute_case_digest, send_aggregate, send_part
 from phalanx.core.slowpath import Resolution
 from phalanx.core.transcript import Transcript, Values
@@ -225,7 +223,9 @@ def prepare_parts(peer: Peer) -> Story:
         return own
     if view.attempt not in own.parts:
         seed = compute_batch_seed(peer.config, view.randomness, view.step, peer.key)
-        own.parts[view.attempt] = cut((yield from compute_gradient(peer, view.step, seed)), len(view.roster))
+        gradient = yield from compute_gradient(peer, view.step, seed)
+        own.tensors[view.attempt] = split_parts(gradient, len(view.roster))
+        own.parts[view.attempt] = [encode_tensor(part) for part in own.tensors[view.attempt]]
         digests = [hash_part(part) for part in own.parts[view.attempt]]
         own.roots[view.attempt], own.paths[view.attempt] = compute_paths(digests)
     if on_trial:
@@ -269,7 +269,7 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         return m.Aggregate(None, missing, (), trials)
     place = (view.step, view.attempt, peer.index)
     if place not in peer.aggregates:
-        rows = torch.stack([read_own(peer, place)[0] for place in places])
+        rows = torch.stack([read_row(peer, place)[0] for place in places])
         result = yield ComputeAggregate(rows, view.tau)
         peer.aggregates[place] = encode_tensor(result)
     data = peer.aggregates[place]
@@ -277,11 +277,13 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     return m.Aggregate(hash_part(data), (), (), trials)
 
 
-def read_own(peer: Peer, place: tuple[int, int, bytes, int]) -> tuple[torch.Tensor, bool]:
+def read_row(peer: Peer, place: tuple[int, int, bytes, int]) -> tuple[torch.Tensor, bool]:
     """A row of the part that I aggregate, and whether its bytes mean anything."""
-    data = peer.get_part(place)
-    assert data is not None
-    return read_part(data, peer.sizes[peer.index], peer.dtype, peer.config.cap)
+    if place not in peer.rows:
+        data = peer.get_part(place)
+        assert data is not None
+        peer.rows[place] = read_part(data, peer.sizes[peer.index], peer.dtype, peer.config.cap)
+    return peer.rows[place]
 
 
 def open_parts(peer: Peer, own: Own, requests: set[tuple[int, int]]) -> Story:
@@ -358,7 +360,7 @@ def make_report(peer: Peer, own: Own, findings: tuple[m.Finding, ...]) -> Story:
     lacking = tuple(part for part, aggregate in enumerate(aggregates) if aggregate is None)
     if not peer.contributes:
         return m.Report((), (), lacking, findings)
-    parts = tuple(read_parts(peer, own.parts[view.attempt], count))
+    parts = tuple(own.tensors[view.attempt])
     seeds = projection_seeds(transcript.randomness, count, peer.config.projections)
     result = yield ComputeReport(parts, tuple(aggregates), seeds, view.tau)
     return m.Report(result.sums, result.norms, lacking, findings)
@@ -390,7 +392,7 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
     if aggregate is None or not all(map(peer.has_part, places)):
         return []
-    rows = [read_own(peer, place) for place in places]
+    rows = [read_row(peer, place) for place in places]
     seeds = projection_seeds(transcript.randomness or b"", len(view.roster), config.projections)[peer.index]
     sums, norms = compute_column(torch.stack([row for row, _ in rows]), aggregate, seeds, view.tau)
     size, count, found = peer.sizes[peer.index], len(view.roster), []

@@ -151,7 +151,9 @@ def _is_within(vector: Tensor, limit: float) -> bool:
 
     Squares of wire numbers are exact in float64, and ``fsum`` rounds their exact sum: it decides where it is close.
     """
-    square, allowed = _square(vector), min(limit * limit, sys.float_info.max)
+    allowed = min(limit * limit, sys.float_info.max)
+    wide = _wide(vector) if len(vector) <= _CHUNK else None
+    square = float(wide @ wide) if wide is not None else _square(vector)
     if not math.isfinite(square):
         return False
     if abs(square - allowed) <= _CLOSE * allowed:
@@ -199,6 +201,7 @@ class Projections:
     norms: tuple[float, ...]
 
 
+@lru_cache(maxsize=16)
 def projection_seeds(randomness: bytes, parts: int, projections: int) -> tuple[tuple[bytes, ...], ...]:
     """The seeds of the Gaussian vectors: ``result[j][k]`` is that of the ``k``-th for part ``j``."""
     numbers = [index.to_bytes(8, "little") for index in range(max(parts, projections))]
