@@ -70,9 +70,9 @@ BODIES: dict[str, m.Body] = {
         1,
         True,
         (
-            m.SlotOutcome(HEIGHT, KEYS[0], (digest_of(1),)),
-            m.SlotOutcome(HEIGHT, KEYS[1], ()),
-            m.SlotOutcome(HEIGHT + 1, KEYS[0], (digest_of(1), digest_of(2))),
+            m.SlotOutcome(HEIGHT, KEYS[0], digest_of(1), False),
+            m.SlotOutcome(HEIGHT, KEYS[1], None, False),
+            m.SlotOutcome(HEIGHT + 1, KEYS[0], None, True),
         ),
         KEYS[1:],
         KEYS[:1],
@@ -169,11 +169,7 @@ LARGEST: dict[type, m.Body] = {
     m.Outcome: m.Outcome(
         (1 << 16) - 1,
         True,
-        tuple(
-            m.SlotOutcome((1 << 48) - before, key, (digest_of(1), digest_of(2)))
-            for before in (2, 1)
-            for key in _MANY_KEYS
-        ),
+        tuple(m.SlotOutcome((1 << 48) - before, key, digest_of(1), False) for before in (2, 1) for key in _MANY_KEYS),
         _MANY_KEYS,
         _MANY_KEYS,
         True,

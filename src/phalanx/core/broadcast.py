@@ -14,6 +14,7 @@ See docs/PROTOCOL.md, section 4, and docs/DEVIATIONS.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ from phalanx.core.membership import View, compute_quorum, compute_view_digest, e
 from phalanx.core.messages import AgreedBody, Phase, Signed
 from phalanx.core.peer import Lost, Peer, compute_item_digest
 from phalanx.core.slowpath import SEALING, Resolution, Seen, get_successor, is_agreed, is_valid_alarm, resolve
-from phalanx.core.transcript import Page, Transcript, compute_values_root
+from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 
 
 def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Story:
@@ -43,7 +44,8 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
         yield Broadcast(peer.audience, message)
     # What stands before the first COMMIT of a sealed view is certified: a wrong root there is the sender's own affair.
     checked = height > view.height or peer.riding
-    complained = hurried = -1.0
+    complaint: Signed | None = None
+    hurried = again = -math.inf
     pull_at = peer.entered + delta + work if peer.member else peer.time
     while True:
         wrong = _find_difference(peer, page) if checked and page.roots != {peer.root} else None
@@ -59,18 +61,16 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
         if peer.time >= pull_at:
             yield from _pull(peer, height)
             pull_at = peer.time + delta
-        deadline = max(peer.entered + 4 * delta, peer.grace) + work
-        if complained >= deadline:
-            deadline = complained + 4 * delta
+        deadline = max(peer.entered + 4 * delta, peer.grace) + work if complaint is None else again
         if peer.member and peer.time >= deadline:
             missing = tuple(sorted(key for key in view.roster if key not in page.letters))
-            if missing:
+            if complaint is None and missing:  # said once; then repeated, for those who did not hear it
                 said = m.Timeout(missing, 0, None)
-                timeout = yield Sign(height, view.step, view.attempt, phase, peer.root, said)
-                peer.take(timeout)
-                yield Broadcast(peer.audience, timeout)
-            complained = deadline = peer.time
-            deadline += 4 * delta
+                complaint = yield Sign(height, view.step, view.attempt, phase, peer.root, said)
+                peer.take(complaint)
+            if complaint is not None:
+                yield Broadcast(peer.audience, complaint)
+            again = deadline = peer.time + 4 * delta
         yield from peer.listen(min(pull_at, deadline) if peer.member else pull_at)
     values = {key: page.letters[key] for key in view.roster}
     root = compute_values_root(view.roster, values)
@@ -174,6 +174,23 @@ class _Exchange:
             return True
         return False
 
+    def note_gossip(self, gossip: m.Gossip) -> None:
+        """What a member put in, taken together: the first letter of each sender at this height."""
+        firsts: Values = {}
+        for relay in gossip.items:
+            message = relay.messages[0]
+            if message.height == self.height and message.domain is Domain.AGREED and message.run == self.peer.run:
+                letter = self.peer.examiner.examine(message)
+                if letter is not None:
+                    firsts.setdefault(message.sender, letter)
+        self.note_support(firsts)
+
+    def note_support(self, letters: Values) -> None:
+        roster = self.epoch.view.roster
+        if all(key in letters for key in roster) and len(self.seen.supports) < 4 * len(roster):
+            values = {key: letters[key] for key in roster}
+            self.seen.supports[compute_values_root(roster, values)] = values
+
     def _is_complete(self, letters: Sequence[Letter]) -> bool:
         """Whether these are all messages of the next height: then nobody honest is left behind at this one."""
         sealing = self.epoch.sealing if self.epoch.heights.get(self.height) in SEALING else None
@@ -260,6 +277,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     if round_ > 0:
         yield from _say_failed(peer, exchange.epoch, height, round_, exchange.prepared, others)
     own: list[m.Relay] = []
+    exchange.note_support(peer.page(height).letters)
     for letter in _held(peer, view.roster, height, round_):
         if exchange.offer([letter]):
             exchange.accepted.add(compute_item_digest([letter]))
@@ -274,6 +292,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
         number = int((peer.now - start) / length) + 1
         for sender in list(queues):
             for gossip in queues.pop(sender):
+                exchange.note_gossip(gossip)
                 for relay in gossip.items:
                     letters = _accept(exchange, relay, number)
                     if letters and exchange.offer(letters):
@@ -327,14 +346,15 @@ def _catch_up(peer: Peer, epoch: Transcript, height: int, root: bytes) -> Story:
     """Everybody is past this height: get its messages until they have the root that was named."""
     if peer.level >= height or epoch.heights.get(height) in SEALING:
         return
-    page = peer.page(height)
-    pulled = -1.0
-    while (values := page.find_values(epoch.view.roster, root)) is None:
+    peer.seek(height, root, epoch.view.roster)
+    pulled = -math.inf
+    while peer.sought is None:
         if peer.now - pulled >= peer.config.delta:
             pulled = peer.now
             yield Broadcast(peer.others, m.PullMessages(height, tuple(sorted(epoch.view.roster))))
         yield from peer.receive(pulled + peer.config.delta)
-    page.letters.update(values)
+    peer.page(height).letters.update(peer.sought)
+    peer.seeking = None
 
 
 # ---- Settling
@@ -445,9 +465,12 @@ def _settle(exchange: _Exchange, final: list[Letter], view: View | None, others:
         epoch.late |= set(settled.late)
         yield from _take_slots(peer, epoch, exchange, settled)
         return
+    for page in (exchange.seen.here, exchange.seen.next):  # two of one sender are evidence
+        for letter in (*page.letters.values(), *page.seconds.values()):
+            peer.take(letter.message)
     if view is not None and compute_view_digest(view) == settled.view:
         yield Broadcast(others, m.Chain((m.Link(encode_view(view), messages),)))
-        raise Lost(view, messages)
+        raise Lost(view, messages, epoch)
     while True:  # somebody who voted has the view; when it comes, Lost is raised
         yield Broadcast(others, m.PullChain(epoch.view.height))
         end = peer.now + peer.config.delta
@@ -461,8 +484,8 @@ def _take_slots(peer: Peer, epoch: Transcript, exchange: _Exchange, settled: m.O
         for letter in page.letters.values():
             peer.take(letter.message)
     page, pulled = peer.page(exchange.height), -1.0
-    wanted = {slot.owner: slot.values for slot in settled.slots if slot.height == exchange.height}
-    while lacking := tuple(sorted(k for k, v in wanted.items() if v and not page.choose(k, v[0]))):
+    wanted = {slot.owner: slot.value for slot in settled.slots if slot.height == exchange.height}
+    while lacking := tuple(sorted(k for k, v in wanted.items() if v is not None and not page.choose(k, v))):
         if pulled < 0 or peer.now - pulled >= peer.config.delta:
             pulled = peer.now
             yield Broadcast(peer.others, m.PullMessages(exchange.height, lacking))

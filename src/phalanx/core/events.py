@@ -54,6 +54,13 @@ class RunFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class Jumped:
+    """The run went on without this peer, to this view: who went meanwhile is in it."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
 class SlowPath:
     step: int
     attempt: int

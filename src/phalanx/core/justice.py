@@ -493,7 +493,7 @@ def note_progress(config: Config, transcript: Transcript, until: int) -> View:
         served = tuple(sorted(find_served(transcript))) if Phase.AGGREGATE in known else ()
         view = note_commits(view, contributors, served)
     if Phase.REVEAL in known and transcript.randomness is not None:
-        count = (view.attempt + 1) * config.validators
+        count = sum(record.step == view.step for record in view.attempts) * config.validators
         view = note_targets(view, draw_targets(transcript.randomness, contributors, count))
     return view
 
@@ -552,7 +552,7 @@ def follow_resolution(
     """The view after a slow path. ``concluded`` is what the step leads to if it stands, or what was being sealed."""
     if not resolution.out:
         return transcript.view
-    previous = compute_digest("slow path", *(x for slot in resolution.slots for x in (slot.owner, *slot.values)))
+    previous = compute_digest("slow path", *(x for slot in resolution.slots for x in (slot.owner, slot.value or b"")))
     changes = Changes(resolution.banned, resolution.removed, resolution.late)
     start = height + 3  # above everything that anybody has signed
     if concluded is not None:

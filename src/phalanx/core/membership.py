@@ -77,6 +77,7 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     step: int
     attempt: int
+    """How many attempts of the whole run have failed before this one: no two views have one step and attempt."""
     height: int
     """Of the attempt's COMMIT."""
     previous: bytes
@@ -306,7 +307,6 @@ def finish_step(
     return msgspec.structs.replace(
         view,
         step=step,
-        attempt=0,
         height=height,
         previous=previous,
         roster=roster,

@@ -280,14 +280,18 @@ class Endorsement(_Said, frozen=True):
 
 
 class SlotOutcome(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the slow path settled on for one slot: no value, one, or the two that prove equivocation."""
+    """What the slow path settled on for one slot: no value, one, or more than one.
+
+    Of more than one it says no more than that: each member may have seen other ones.
+    """
 
     height: Height
     owner: Key
-    values: Annotated[tuple[Digest, ...], Meta(max_length=2)]
+    value: Digest | None
+    double: bool
 
     def __post_init__(self) -> None:
-        _require(_is_increasing(self.values), "values: not increasing")
+        _require(self.value is None or not self.double, "double: with a value")
 
 
 class Outcome(_Said, frozen=True):

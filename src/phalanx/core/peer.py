@@ -22,7 +22,7 @@ from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
 from phalanx.core.partition import compute_part_sizes
 from phalanx.core.slowpath import Resolution, is_valid_alarm
-from phalanx.core.transcript import Page, Transcript
+from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 from phalanx.core.verification import WIRE_TYPES
 
 _PAST_HEIGHTS = 64
@@ -40,12 +40,14 @@ Follow: TypeAlias = "Callable[[Peer, Transcript, int, Resolution], View | None]"
 
 
 class Lost(Exception):  # noqa: N818
-    """The attempt is over: the run goes on from this view."""
+    """The attempt is over: the run goes on from this view.
 
-    def __init__(self, view: View, messages: tuple[Signed, ...]) -> None:
+    ``epoch`` is the attempt whose slow path led there, if this peer took part in it.
+    """
+
+    def __init__(self, view: View, messages: tuple[Signed, ...], epoch: Transcript | None = None) -> None:
         super().__init__()
-        self.view = view
-        self.messages = messages
+        self.view, self.messages, self.epoch = view, messages, epoch
 
 
 @dataclass(slots=True)
@@ -107,8 +109,10 @@ class Peer:
         """What was computed lately, by step and seed."""
         self.finished: dict[int, Any] = {}
         self.adopted: Lost | None = None
+        self.seeking: tuple[int, bytes, tuple[bytes, ...]] | None = None
+        """A height whose messages this peer lacks, the root that they have, and whose they are."""
+        self.sought: Values | None = None
         self.leaving = False
-        self.closed = False
         self.enter(view)
 
     # ---- Where we are
@@ -352,6 +356,10 @@ class Peer:
 
     # ---- Certificates
 
+    def seek(self, height: int, root: bytes, roster: tuple[bytes, ...]) -> None:
+        """Look out for the messages of a height that have this root; they will be in :attr:`sought`."""
+        self.seeking, self.sought = (height, root, roster), None
+
     def remember_link(self, view: View, messages: tuple[Signed, ...]) -> None:
         """Keep the certificate of a view with another roster, for those who follow the chain."""
         if not self.links or view.height > self.links[-1][0].height:
@@ -415,13 +423,22 @@ def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Story
 def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
     for signed in message.messages:
         yield from peer.take(signed)
+    if peer.seeking is not None:
+        height, root, roster = peer.seeking
+        letters: Values = {}
+        for signed in message.messages:
+            letter = peer.examiner.examine(signed) if signed.height == height and signed.run == peer.run else None
+            if letter is not None:
+                letters.setdefault(signed.sender, letter)
+        if all(key in letters for key in roster) and compute_values_root(roster, letters) == root:
+            peer.sought = {key: letters[key] for key in roster}
 
 
 def _on_pull_messages(peer: Peer, sender: bytes, message: m.PullMessages) -> Story:
     if not _may_answer(peer, sender):
         return
     page, trials = peer.pages.get(message.height, Page()), peer.trials.get(message.height, {})
-    found = tuple(letter.message for key in message.senders for letter in page.get_all(key))
+    found = tuple(x[key].message for x in (page.letters, page.seconds) for key in message.senders if key in x)
     found += tuple(trials[key].message for key in message.senders if key in trials)
     if found:
         yield Send(sender, m.Certificate(found[: m.MAX_MEMBERS]))

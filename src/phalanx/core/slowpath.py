@@ -70,6 +70,8 @@ class Seen:
     here: Page = field(default_factory=Page)
     next: Page = field(default_factory=Page)
     timeouts: dict[bytes, list[Letter]] = field(default_factory=dict)
+    supports: dict[bytes, Values] = field(default_factory=dict)
+    """What members put in for this height, by its root: whoever has named a root has put in what it follows from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def resolve(
     named = Counter(
         key
         for timeouts in seen.timeouts.values()
-        for key in {key for letter in timeouts if isinstance(letter.body, Timeout) for key in letter.body.missing}
+        if len(timeouts) == 1  # of somebody who signed several, each member may have seen other ones
+        for key in (timeouts[0].body.missing if isinstance(timeouts[0].body, Timeout) else ())
     )
     late = {key for key in roster if named[key] > bound and key not in missing}
 
@@ -132,7 +135,7 @@ def resolve(
         counts = Counter(letter.message.previous for key, letter in said.items() if key not in double)
         chosen = [name for name, count in counts.items() if count > bound]
         if len(chosen) == 1:
-            values = here.find_values(roster, chosen[0])
+            values = seen.supports.get(chosen[0])
             closing = values is not None and _is_closing(said, chosen[0], bound)
     else:
         values = {key: here.letters[key] for key in roster}
@@ -141,7 +144,7 @@ def resolve(
         closing = _is_closing(said, name, bound)
     removed = (missing | stray | unsupported | {key for key in late if strikes.get(key, 0) + 1 >= limit}) - banned
     slots = tuple(
-        SlotOutcome(place, key, tuple(sorted(letter.digest for letter in page.get_all(key))))
+        SlotOutcome(place, key, _get_digest(page, key), key in page.seconds)
         for place, page in ((height, here), (height + 1, beyond))
         for key in sorted(roster)
         if place == height or key in page.letters
@@ -149,6 +152,10 @@ def resolve(
     return Resolution(
         frozenset(banned), frozenset(removed), frozenset(late - removed - banned), root, values, closing, slots
     )
+
+
+def _get_digest(page: Page, key: bytes) -> bytes | None:
+    return page.letters[key].digest if key in page.letters and key not in page.seconds else None
 
 
 def _is_closing(said: Mapping[bytes, Letter], root: bytes, bound: int) -> bool:

@@ -48,6 +48,7 @@ from phalanx.core.events import (
     AttemptStarted,
     Banned,
     Diverged,
+    Jumped,
     MarginLost,
     Removed,
     RunFinished,
@@ -57,6 +58,7 @@ from phalanx.core.events import (
 from phalanx.core.justice import (
     Case,
     Decision,
+    Offence,
     decide,
     decide_aggregates,
     decide_openings,
@@ -465,6 +467,7 @@ def conclude(peer: Peer, state: bytes) -> Story:
     if not is_changed(peer.view, view):
         return view, True
     view = msgspec.structs.replace(view, height=peer.level + 2)
+    transcript.offences = decision.banned
     if peer.member and decision.state is not None and decision.state != state:
         yield Note(Diverged(peer.view.step))
     yield from seal(peer, Phase.SEAL, m.Seal(compute_view_digest(view)), view)
@@ -491,6 +494,7 @@ def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
 def abort(peer: Peer, decision: Decision) -> Story:
     """End this attempt together, without the culprits."""
     view = make_retry(peer.config, peer.transcript, decision, peer.level + 2, peer.root)
+    peer.transcript.offences = decision.banned
     culprits = tuple(sorted((*decision.banned, *decision.removed)))
     yield from seal(peer, Phase.ABORT, m.Abort(culprits, compute_view_digest(view)), view)
     yield from announce(peer, decision)
@@ -528,6 +532,7 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
         if any(case.accusers and is_received(closed, case) and case.digest not in peer.cases for case in agenda):
             return None
         decision = decide(config, closed, agenda, peer.cases)
+        transcript.offences = decision.banned
         concluded = make_next(config, closed, decision, height + 1, bytes(32))
     return follow_resolution(config, transcript, height, resolution, concluded)
 
@@ -552,9 +557,8 @@ def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None 
             yield from prepare(peer)
             if peer.view.step < config.steps:
                 view, riding = yield from run_attempt(peer)
-            elif not peer.closed:
+            elif peer.view.suspects:
                 view, riding = yield from run_closing(peer)
-                peer.closed = not view.suspects
             else:
                 return (yield from linger(peer))
         except Lost as lost:
@@ -563,7 +567,7 @@ def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None 
                 yield from finish_previous(peer)
             if set(view.roster) != set(peer.view.roster):
                 peer.remember_link(view, lost.messages)
-            yield from announce_lost(peer, view)
+            yield from announce_lost(peer, lost)
         before = peer.view
         peer.enter(view, riding=riding)
         if view.step <= before.step:
@@ -583,16 +587,25 @@ def finish_previous(peer: Peer) -> Story:
     yield Note(StepFinished(peer.view.step - 1, peer.view))
 
 
-def announce_lost(peer: Peer, view: View) -> Story:
-    """Whoever is missing in a view that a slow path led to."""
-    for key in sorted(set(view.banned) - set(peer.view.banned)):
-        pages = [page for page in peer.pages.values() if key in page.seconds]
-        evidence = (pages[-1].letters[key].message, pages[-1].seconds[key].message) if pages else ()
-        yield Note(
-            Banned(key, Rule.EQUIVOCATION, view.step, view.step, "signed two messages at one height", evidence, None)
-        )
-    for key in sorted(set(peer.view.roster) - set(view.roster) - set(view.banned)):
+def announce_lost(peer: Peer, lost: Lost) -> Story:
+    """Who is missing in the view that a slow path led to, and why."""
+    view, epoch = lost.view, lost.epoch
+    if epoch is None:
+        yield Note(Jumped(view))
+        return
+    for key in sorted(set(view.banned) - set(epoch.view.banned)):
+        offence = epoch.offences.get(key) or find_equivocation(peer, epoch, key, lost)
+        yield Note(Banned(key, offence.rule, offence.step, view.step, offence.reason, offence.evidence, offence.case))
+    for key in sorted(set(epoch.view.roster) - set(view.roster) - set(view.banned)):
         yield Note(Removed(key, view.step, "silent, late or astray"))
+
+
+def find_equivocation(peer: Peer, epoch: Transcript, key: bytes, lost: Lost) -> Offence:
+    """The two messages that a slow path brought to light; without them, what its quorum signed."""
+    pages = [page for height, page in sorted(peer.pages.items()) if height >= epoch.view.height and key in page.seconds]
+    case = m.Equivocation(pages[-1].letters[key].message, pages[-1].seconds[key].message) if pages else None
+    evidence = (case.first, case.second) if case is not None else lost.messages
+    return Offence(Rule.EQUIVOCATION, epoch.view.step, "signed two messages at one height", evidence, case)
 
 
 def catch_up(peer: Peer) -> Story:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from phalanx.core.crypto import compute_digest
 from phalanx.core.envelope import Letter
@@ -13,8 +13,6 @@ from phalanx.core.messages import Phase
 
 Values = dict[bytes, Letter]
 """One letter from every member."""
-
-_MOST_DOUBLE = 8
 
 
 def compute_values_root(roster: Iterable[bytes], values: Mapping[bytes, Letter]) -> bytes:
@@ -54,18 +52,6 @@ class Page:
             self.letters[sender] = found
         return found is not None
 
-    def find_values(self, roster: Collection[bytes], root: bytes) -> Values | None:
-        """The letters of the roster whose root this is, if they are here."""
-        if any(key not in self.letters for key in roster):
-            return None
-        double = [key for key in roster if key in self.seconds][:_MOST_DOUBLE]
-        for chosen in itertools.product((False, True), repeat=len(double)):
-            swapped = {key for key, swap in zip(double, chosen, strict=True) if swap}
-            values = {key: (self.seconds if key in swapped else self.letters)[key] for key in roster}
-            if compute_values_root(roster, values) == root:
-                return values
-        return None
-
 
 @dataclass(slots=True)
 class Transcript:
@@ -79,6 +65,8 @@ class Transcript:
     """Who earned a strike in a slow path of this attempt."""
     sealing: View | None = None
     """The view that SEAL or ABORT, once complete, leads to."""
+    offences: dict[bytes, Any] = field(default_factory=dict)
+    """Why that view bans whom it bans (``justice.Offence``)."""
     settled: set[int] = field(default_factory=set)
     """Heights whose slow path ended without anybody going."""
     randomness: bytes | None = None
