@@ -42,9 +42,24 @@ def test_keygen_refuses_to_overwrite_and_leaves_the_file_as_it_was(tmp_path: Pat
     assert (tmp_path / "key").read_bytes() == b"mine"
 
 
+BAD_FUZZ = (
+    "",
+    "--seeds 3",
+    "--seeds 5:5",
+    "--seeds a:b",
+    "--seeds 0:1 --peers 1",
+    "--seeds 0:1 --steps 0",
+    "--seeds 0:1 --jobs 0",
+    "--seeds 0:1 --attack nonsense",
+    "--seeds 0:1 --attack /no/such/file.py:mine",
+    "--seeds 0:1 --trace /no/such/folder/trace",
+)
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [("keygen",), ("keygen", "/no/such/folder/key"), ("keygen", "/"), ("keygen", ""), ("nonsense",), ("demo", "--no")],
+    [("keygen",), ("keygen", "/no/such/folder/key"), ("keygen", "/"), ("keygen", ""), ("nonsense",), ("demo", "--no")]
+    + [("fuzz", *options.split()) for options in BAD_FUZZ],
 )
 def test_bad_input_exits_with_2_and_says_nothing_on_stdout(arguments: tuple[str, ...]) -> None:
     result = phalanx(*arguments)
@@ -68,3 +83,17 @@ def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path) -> None:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_fuzz_counts_what_happened(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    arguments = ("--seeds", "19:21", "--peers", "4", "--steps", "3", "--jobs", "2", "--trace", str(trace), "--json")
+    result = phalanx("fuzz", *arguments)
+    assert result.returncode == 0, result.stderr
+    values = last_json(result)
+    assert len(result.stdout.splitlines()) == 1
+    keys = "seeds steps violations byzantine_banned byzantine_total honest_banned honest_eliminated seconds"
+    assert set(keys.split()) <= set(values)
+    assert (values["seeds"], values["steps"], values["violations"]) == (2, 6, 0)
+    assert "2 of 2 seeds" in result.stderr
+    assert " COMMIT " in trace.read_text()

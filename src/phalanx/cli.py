@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,6 +85,68 @@ def demo(as_json: Json = False) -> None:
         names = ("honest", "clipped", "mean")
         errors = {f"{name}_error": curve.errors[-1] for name, curve in zip(names, curves, strict=True)}
         _print_json({**errors, "attacker_weight": result.attacker_weight})
+
+
+@app.command()
+def fuzz(
+    seeds: Annotated[str, typer.Option(help="Which seeds, A:B, without B.")],
+    peers: Annotated[int | None, typer.Option(help="Founders, instead of a drawn number.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of each run, instead of a drawn number.")] = None,
+    attack: Annotated[
+        str | None, typer.Option(help="What every attacker does: NAME or FILE.py:NAME, then perhaps @STEP, %ODDS.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A file for a line per delivery and event; with more than one seed, of the last."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate runs with random faults and attackers, one per seed, and check every invariant from outside."""
+    from phalanx.simulation.scenario import fuzz_seeds, parse_seeds
+
+    chosen = parse_seeds(seeds)
+    if jobs < 1:
+        raise LocalError(f"jobs: expected at least 1, got {jobs}")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    totals = {
+        "seeds": 0,
+        "steps": 0,
+        "violations": 0,
+        "byzantine_banned": 0,
+        "byzantine_total": 0,
+        "honest_banned": 0,
+        "honest_eliminated": 0,
+    }
+    begun = time.perf_counter()
+    failed: list[int] = []
+    for result in fuzz_seeds(chosen, peers, steps, attack, jobs, str(trace) if trace is not None else None):
+        totals["seeds"] += 1
+        totals["violations"] += len(result.violations)
+        for field in ("steps", "byzantine_banned", "byzantine_total", "honest_banned", "honest_eliminated"):
+            totals[field] += getattr(result, field)
+        if result.violations:
+            failed.append(result.seed)
+            for violation in result.violations:
+                console.print(str(violation), markup=False)
+            console.print(f"replay: {result.command}", markup=False)
+        for failure in result.attack_failures:
+            console.print(f"seed {result.seed}: an attacker broke: {failure}", markup=False)
+        if totals["seeds"] % 20 == 0 or totals["seeds"] == len(chosen):
+            spent = time.perf_counter() - begun
+            rate = totals["steps"] / spent
+            console.print(f"{totals['seeds']} of {len(chosen)} seeds, {len(failed)} failed, {rate:.0f} steps/s")
+    seconds = time.perf_counter() - begun
+    if as_json:
+        _print_json({**totals, "seconds": seconds, "failed": failed})
+    else:
+        print(
+            f"{totals['seeds']} seeds, {totals['steps']} steps, {totals['violations']} violations; of "
+            f"{totals['byzantine_total']} Byzantine peers {totals['byzantine_banned']} banned; of the honest "
+            f"{totals['honest_banned']} banned, {totals['honest_eliminated']} eliminated; {seconds:.1f} s"
+        )
+    if totals["violations"]:
+        raise typer.Exit(1)
 
 
 def _format_error(error: float) -> str:

@@ -58,8 +58,8 @@ BODIES: dict[str, m.Body] = {
     "Report.validator": m.Report(
         (), (), (2, 255), (m.Finding(KEYS[0], Verdict.INNOCENT), m.Finding(KEYS[1], Verdict.INCONCLUSIVE))
     ),
-    "Confirm.full": m.Confirm(digest_of(1), (digest_of(3), digest_of(2)), KEYS[:2], True),
-    "Confirm.empty": m.Confirm(digest_of(1), (), (), False),
+    "Confirm.full": m.Confirm(digest_of(1), (digest_of(3), digest_of(2)), KEYS[:2], KEYS[1:], True),
+    "Confirm.empty": m.Confirm(digest_of(1), (), (), (), False),
     "Vote": m.Vote(tuple(m.Ballot(digest_of(i), verdict) for i, verdict in enumerate(Verdict)), ((1, 2), (2, 1))),
     "Seal": m.Seal(VIEW),
     "Abort": m.Abort(KEYS[:2], VIEW),
@@ -160,7 +160,7 @@ LARGEST: dict[type, m.Body] = {
         tuple(range(m.MAX_MEMBERS)),
         tuple(m.Finding(key, _LONGEST_VERDICT) for key in _MANY_KEYS[: m.MAX_CASES]),
     ),
-    m.Confirm: m.Confirm(digest_of(0), _MANY_KEYS[: m.MAX_CASES], _MANY_KEYS[: m.MAX_CASES], True),
+    m.Confirm: m.Confirm(digest_of(0), _MANY_KEYS[: m.MAX_CASES], _MANY_KEYS[: m.MAX_CASES], _MANY_KEYS, True),
     m.Vote: m.Vote(tuple(m.Ballot(digest_of(index), _LONGEST_VERDICT) for index in range(m.MAX_BALLOTS)), _MANY_PAIRS),
     m.Seal: BODIES["Seal"],
     m.Abort: m.Abort(_MANY_KEYS, VIEW),

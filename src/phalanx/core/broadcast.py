@@ -26,7 +26,7 @@ from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.effects import Broadcast, Note, Sign, Story
 from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath
-from phalanx.core.membership import View, compute_quorum, compute_view_digest, encode_view
+from phalanx.core.membership import compute_quorum, compute_view_digest, encode_view
 from phalanx.core.messages import AgreedBody, Phase, Signed
 from phalanx.core.peer import Lost, Peer, compute_item_digest
 from phalanx.core.slowpath import SEALING, Resolution, Seen, get_successor, is_agreed, is_valid_alarm, resolve
@@ -100,7 +100,7 @@ def _pull(peer: Peer, height: int) -> Story:
     if missing:
         yield Broadcast(peer.others, m.PullMessages(height, missing))
     if not peer.member or peer.time > peer.entered + 8 * peer.config.delta:
-        yield Broadcast(peer.others, m.PullChain(peer.view.height))
+        yield Broadcast(peer.others, m.PullChain(peer.base.height))
 
 
 # ---- Opening
@@ -218,6 +218,14 @@ class _Below(Exception):  # noqa: N818
     """A slow path is open at the height before: that one comes first."""
 
 
+class _Later(Exception):  # noqa: N818
+    """Others are in a later round already: those who were apart find together in it."""
+
+    def __init__(self, alarm: m.Alarm) -> None:
+        super().__init__()
+        self.alarm = alarm
+
+
 def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
     """Run the slow path at a height until it is settled: return to the fast path, or raise :class:`Lost`."""
     prepared: list[Letter] | None = None
@@ -227,7 +235,8 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
             round_, others = alarm.round, _others(peer, epoch)
             yield Note(SlowPath(epoch.view.step, epoch.view.attempt, height, epoch.heights[height]))
             while True:
-                yield Broadcast(others, alarm)
+                if alarm.evidence:
+                    yield Broadcast(others, alarm)
                 exchange = _Exchange(peer, epoch, height, round_, prepared=prepared)
                 yield from _exchange_items(exchange, others)
                 if exchange.certificate is not None:
@@ -236,19 +245,21 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
                     return
                 final = _find_final(peer, epoch, height)
-                core, view = _choose(exchange) if final is None else (None, None)
+                core = _choose(exchange) if final is None else None
                 if core is not None:
                     final, mine = yield from _vote(peer, epoch, height, round_, core)
                     prepared = mine or prepared
                 if final is not None:
                     if halted:
                         yield Note(Resumed(epoch.view.step))
-                    yield from _settle(exchange, final, view, others)
+                    yield from _settle(exchange, final, others)
                     return
                 if not halted:
                     yield Note(Halted(epoch.view.step, height))
                     halted = True
-                round_, alarm = yield from _await_round(peer, epoch, height, round_, prepared, others)
+                yield from _await_round(peer, epoch, height, round_, prepared, others)
+        except _Later as later:
+            alarm = later.alarm
         except _Below:
             height -= 1
             lower = peer.find_epoch(height)
@@ -264,6 +275,15 @@ def _look_below(peer: Peer, height: int) -> None:
     epoch = peer.find_epoch(below)
     if epoch is not None and below in epoch.heights and below not in epoch.settled:
         raise _Below
+
+
+def _look_ahead(peer: Peer, epoch: Transcript, height: int, round_: int) -> None:
+    """More than ``bound`` members say that a later round was needed: one of them is honest."""
+    for (place, later), timeouts in peer.timeouts.items():
+        if place == height and later > round_:
+            signers = tuple(x.message for who, x in timeouts.items() if who in epoch.view.roster)
+            if len(signers) > epoch.view.bound:
+                raise _Later(m.Alarm(height, later, signers))
 
 
 def _others(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
@@ -302,6 +322,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
             return
         yield from peer.receive(end)
         _look_below(peer, height)
+        _look_ahead(peer, exchange.epoch, height, round_)
 
 
 def _held(peer: Peer, roster: Sequence[bytes], height: int, round_: int) -> list[Letter]:
@@ -360,36 +381,35 @@ def _catch_up(peer: Peer, epoch: Transcript, height: int, root: bytes) -> Story:
 # ---- Settling
 
 
-def _choose(exchange: _Exchange) -> tuple[m.Outcome | None, View | None]:
+def _choose(exchange: _Exchange) -> m.Outcome | None:
     """What to vote for: what may have been settled in an earlier round, or else the conclusion from what was seen."""
     peer, epoch = exchange.peer, exchange.epoch
     if exchange.round > 0:
         status = [x for held in exchange.seen.timeouts.values() for x in held[:1]]
         if len(status) < compute_quorum(peer.config, epoch.view):
-            return None, None
+            return None
     resolution = _resolve(exchange)
     view = peer.follow(peer, epoch, exchange.height, resolution) if resolution is not None else None
+    if view is not None:
+        epoch.outcomes[compute_view_digest(view)] = view
     if exchange.prepared is not None:
         body = exchange.prepared[0].body
         assert isinstance(body, m.Outcome)
-        core = msgspec.structs.replace(body, round=0, final=False)
-        return core, view if view is not None and compute_view_digest(view) == core.view else None
+        return msgspec.structs.replace(body, round=0, final=False)
     if resolution is None or view is None:
-        return None, None
-    out = tuple(sorted(resolution.out))
-    late = tuple(sorted(resolution.late))
-    return m.Outcome(0, False, resolution.slots, out, late, resolution.stands, compute_view_digest(view)), view
+        return None
+    out, late = tuple(sorted(resolution.out)), tuple(sorted(resolution.late))
+    return m.Outcome(0, False, resolution.slots, out, late, resolution.stands, compute_view_digest(view))
 
 
 def _resolve(exchange: _Exchange) -> Resolution | None:
     peer, epoch = exchange.peer, exchange.epoch
     view = epoch.view
-    strikes = {count.key: count.count for count in view.strikes}
     return resolve(
         exchange.height,
         view.roster,
         view.bound,
-        {key: strikes.get(key, 0) + (key in epoch.late) for key in view.roster},
+        {count.key: count.count for count in view.strikes},
         peer.config.strikes,
         exchange.seen,
         get_successor(epoch, exchange.height),
@@ -420,6 +440,7 @@ def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outco
         end = peer.now + 3 * delta
         while True:
             _look_below(peer, height)
+            _look_ahead(peer, epoch, height, round_)
             settled = _find_final(peer, epoch, height)
             if settled is not None:
                 return settled, firsts
@@ -454,7 +475,7 @@ def _find_final(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | No
     return None
 
 
-def _settle(exchange: _Exchange, final: list[Letter], view: View | None, others: tuple[bytes, ...]) -> Story:
+def _settle(exchange: _Exchange, final: list[Letter], others: tuple[bytes, ...]) -> Story:
     """Go on as the final votes say: on the fast path with the letters seen, or from a new view."""
     peer, epoch = exchange.peer, exchange.epoch
     settled, messages = final[0].body, tuple(x.message for x in final)
@@ -462,17 +483,18 @@ def _settle(exchange: _Exchange, final: list[Letter], view: View | None, others:
     peer.finals[exchange.height] = messages
     yield Broadcast(others, m.Certificate(messages))
     if not settled.out:
-        epoch.late |= set(settled.late)
+        peer.late |= set(settled.late)
         yield from _take_slots(peer, epoch, exchange, settled)
         return
     for page in (exchange.seen.here, exchange.seen.next):  # two of one sender are evidence
         for letter in (*page.letters.values(), *page.seconds.values()):
             peer.take(letter.message)
-    if view is not None and compute_view_digest(view) == settled.view:
+    view = epoch.outcomes.get(settled.view)
+    if view is not None:
         yield Broadcast(others, m.Chain((m.Link(encode_view(view), messages),)))
         raise Lost(view, messages, epoch)
     while True:  # somebody who voted has the view; when it comes, Lost is raised
-        yield Broadcast(others, m.PullChain(epoch.view.height))
+        yield Broadcast(others, m.PullChain(peer.base.height))
         end = peer.now + peer.config.delta
         while peer.now < end:
             yield from peer.receive(end)
@@ -507,17 +529,14 @@ def _await_round(
     peer: Peer, epoch: Transcript, height: int, round_: int, prepared: list[Letter] | None, others: tuple[bytes, ...]
 ) -> Story:
     """Say that this round failed until enough say so; then they begin the next one together."""
-    view, delta = epoch.view, peer.config.delta
+    delta = peer.config.delta
     while True:
         yield from _say_failed(peer, epoch, height, round_ + 1, prepared, others)
-        yield Broadcast(others, m.PullChain(view.height))
+        yield Broadcast(others, m.PullChain(peer.base.height))
         end = peer.now + 4 * delta
         while peer.now < end:
-            for (place, later), timeouts in peer.timeouts.items():
-                signers = [x for who, x in timeouts.items() if who in view.roster]
-                if place == height and later > round_ and len(signers) > view.bound:
-                    return later, m.Alarm(height, later, tuple(x.message for x in signers))
-            if _find_final(peer, epoch, height) is not None:
-                return round_, m.Alarm(height, round_, ())
-            yield from peer.receive(end)
             _look_below(peer, height)
+            _look_ahead(peer, epoch, height, round_)
+            if _find_final(peer, epoch, height) is not None:
+                raise _Later(m.Alarm(height, round_, ()))
+            yield from peer.receive(end)

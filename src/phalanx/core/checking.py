@@ -72,7 +72,9 @@ def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
     for part, size in enumerate(sizes):
         place = (view.step, view.attempt, part)
         if place not in peer.readings and peer.has_aggregate(transcript, part):
-            peer.readings[place] = read_aggregate(peer.aggregates[place], size, peer.dtype, peer.config.cap)
+            read = read_aggregate(peer.aggregates[place], size, peer.dtype, peer.config.cap)
+            # Bytes that are no aggregate count as zero, as with parts: V2 finds whose they are.
+            peer.readings[place] = torch.zeros(size, dtype=peer.dtype) if read is None else read
         found.append(peer.readings.get(place))
     return found
 
@@ -196,6 +198,36 @@ def fetch_case(peer: Peer, case: Case, until: float) -> Story:
         yield Broadcast(peer.others, m.PullProof(case.digest))
 
     yield from fetch(peer, lambda: case.digest in peer.cases, ask, until)
+
+
+def fetch_evidence(peer: Peer, agenda: Sequence[Case]) -> Story:
+    """Everything that the ballots need, side by side: no case, however empty, costs another its time."""
+    charged = [case for case in agenda if case.accusers]
+
+    def ask_cases() -> Iterable[Effect]:
+        for case in charged:
+            if case.digest not in peer.cases:
+                peer.asked.add(("case", peer.view.step, case.digest))
+                yield Broadcast(peer.others, m.PullProof(case.digest))
+
+    delta = peer.config.delta
+    yield from fetch(peer, lambda: all(x.digest in peer.cases for x in charged), ask_cases, peer.time + 2 * delta)
+    wanted = {}
+    for case in charged:
+        charge = peer.cases.get(case.digest)
+        if isinstance(charge, m.Accusation) and charge.rule is not Rule.GRADIENT:
+            transcript = peer.transcripts.get((charge.step, charge.attempt))
+            for part in charge.parts:
+                if transcript is not None and part < len(transcript.view.roster):
+                    holders = (transcript.view.roster[part], *case.accusers, charge.accused)
+                    wanted[charge.step, charge.attempt, charge.accused, part] = holders
+
+    def ask_parts() -> Iterable[Effect]:
+        for place, holders in wanted.items():
+            if not peer.has_part(place):
+                yield from ask_part(peer, place, holders)
+
+    yield from fetch(peer, lambda: all(map(peer.has_part, wanted)), ask_parts, peer.time + 2 * delta)
 
 
 def _check_part(peer: Peer, part: int) -> Verdict:

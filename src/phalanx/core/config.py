@@ -91,9 +91,9 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
             f"lower byzantine to {max((n - 1 - m - c) // 2, 0)}, or take {2 * b + 1 + m + c} members",
         )
         _require(
-            not self.partition_safe or 3 * b < n,
-            f'quorum "partition-safe" needs byzantine < n/3: lower byzantine to {(n - 1) // 3}, '
-            f"or take {3 * b + 1} members",
+            not self.partition_safe or 3 * b + c < n,
+            f'quorum "partition-safe" needs 3 byzantine + outages < members: lower byzantine to {(n - 1 - c) // 3}, '
+            f"or take {3 * b + c + 1} members",
         )
         _require(self.size >= n, f"size: a gradient of {self.size} coordinates cannot be cut into {n} parts")
         _require(self.wire in WIRE_TYPES, f"wire: {self.wire!r} is not one of {', '.join(WIRE_TYPES)}")

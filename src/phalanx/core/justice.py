@@ -126,7 +126,8 @@ def _fits(
         again = letter.message.phase is Phase.AGGREGATE_AGAIN
         if again:
             first = transcript.phases[Phase.AGGREGATE][key].body
-            same = not isinstance(first, m.Aggregate) or first.result in (None, body.result)
+            # Who lost its memory meanwhile may lack what it had, but nobody changes its mind.
+            same = not isinstance(first, m.Aggregate) or body.result is None or first.result in (None, body.result)
             return known and opened and same and not body.trials
         return known and not body.unopened
     if isinstance(body, m.Report):
@@ -312,7 +313,7 @@ def _decide_votes(
     config: Config, transcript: Transcript, agenda: tuple[Case, ...], cases: Cases, decision: Decision
 ) -> None:
     view = transcript.view
-    votes = tuple(x.message for x in transcript.phases.get(Phase.VOTE, {}).values())
+    votes = _get_vote_evidence(transcript)
     acquitted = []
     verdicts: dict[bytes, Verdict | None] = {}
     for case in agenda:
@@ -326,7 +327,9 @@ def _decide_votes(
         elif case.accusers and is_received(transcript, case):
             charge = cases[case.digest]
             step, attempt = get_place(charge)
-            voters = find_voters(config, transcript, step, attempt) - {get_accused(charge), *case.accusers}
+            # Of a proof everybody can convince itself, those who brought it included.
+            parties = case.accusers if isinstance(charge, m.Accusation) else ()
+            voters = find_voters(config, transcript, step, attempt) - {get_accused(charge), *parties}
             verdicts[case.digest] = _tally(transcript, case.digest, voters)
     decision.acquitted = tuple(acquitted)
     for key, letter in transcript.phases[Phase.CONFIRM].items():
@@ -344,6 +347,12 @@ def _decide_votes(
                 break
             if verdicts[digest] is Verdict.GUILTY:
                 _convict(config, transcript, cases[digest], votes, decision)
+
+
+def _get_vote_evidence(transcript: Transcript) -> tuple[Signed, ...]:
+    """Who accused, and who voted how: enough to count again."""
+    phases = (transcript.phases.get(phase, {}) for phase in (Phase.CONFIRM, Phase.VOTE))
+    return tuple(letter.message for values in phases for letter in values.values())
 
 
 def get_place(charge: m.Accusation | m.Proof) -> tuple[int, int]:
@@ -402,7 +411,7 @@ def _decide_norms(transcript: Transcript, agenda: tuple[Case, ...], decision: De
         assert case.part is not None
         aggregator = view.roster[case.part]
         if _tally(transcript, case.digest, set(view.roster) - {aggregator}) is Verdict.GUILTY:
-            evidence = tuple(x.message for x in votes.values())
+            evidence = _get_vote_evidence(transcript)
             decision.ban(aggregator, Offence(Rule.NORMS, view.step, "an aggregate far from everybody", evidence))
             decision.wrong = True
 
@@ -424,7 +433,8 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
             column |= {key: fixed[place] for (key, at), fixed in decision.corrections.items() if at == part}
             total = math.fsum(column.values())  # exact, so the same for everybody
             if not abs(total) <= eps:
-                evidence = evidence or tuple(x.message for x in reports.values())
+                corrected = _get_vote_evidence(transcript) if decision.corrections else ()
+                evidence = evidence or (*(x.message for x in reports.values()), *corrected)
                 reason = f"its aggregate is off balance by {abs(total):.3g}, more than {eps:.3g}"
                 decision.ban(view.roster[part], Offence(Rule.SUM, view.step, reason, evidence))
                 decision.wrong = True
@@ -498,6 +508,15 @@ def note_progress(config: Config, transcript: Transcript, until: int) -> View:
     return view
 
 
+def find_late(transcript: Transcript) -> frozenset[bytes]:
+    """Who was late in a slow path: more than ``bound`` members, so an honest one, say in CONFIRM that it was so."""
+    said: Counter[bytes] = Counter()
+    for letter in transcript.phases.get(Phase.CONFIRM, {}).values():
+        if isinstance(letter.body, m.Confirm):
+            said.update(letter.body.late)
+    return frozenset(key for key, count in said.items() if count > transcript.view.bound)
+
+
 def find_served(transcript: Transcript) -> set[bytes]:
     """Probationers whose commit a strict majority lists."""
     view = transcript.view
@@ -514,7 +533,7 @@ def find_served(transcript: Transcript) -> set[bytes]:
 def make_retry(config: Config, transcript: Transcript, decision: Decision, height: int, previous: bytes) -> View:
     """The view of the next attempt at the same step."""
     view = note_progress(config, transcript, height)
-    changes = decision.get_changes(frozenset(transcript.late))
+    changes = decision.get_changes(find_late(transcript))
     return retry_step(config, view, changes, height, previous, decision.acquitted)
 
 
@@ -532,7 +551,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
     return finish_step(
         config,
         view,
-        decision.get_changes(frozenset(transcript.late)),
+        decision.get_changes(find_late(transcript)),
         height=height,
         previous=previous,
         randomness=transcript.randomness,
@@ -557,8 +576,7 @@ def follow_resolution(
     start = height + 3  # above everything that anybody has signed
     if concluded is not None:
         return retry_step(config, concluded, changes, start, previous)
-    late = Changes(changes.banned, changes.removed, changes.late | frozenset(transcript.late))
-    return retry_step(config, note_progress(config, transcript, height), late, start, previous)
+    return retry_step(config, note_progress(config, transcript, height), changes, start, previous)
 
 
 def is_changed(before: View, after: View) -> bool:

@@ -190,16 +190,19 @@ class Report(_Said, frozen=True):
 
 
 class Confirm(_Said, frozen=True):
-    """CONFIRM. The digest of the new state; digests of accusations; keys that asked to join; whether I leave."""
+    """CONFIRM. The digest of the new state; digests of accusations; keys that asked to join; who was late in a slow
+    path since my last CONFIRM; whether I leave."""
 
     state: Digest
     accusations: Annotated[tuple[Digest, ...], Meta(max_length=MAX_CASES)]
     joins: Annotated[tuple[Key, ...], Meta(max_length=MAX_CASES)]
+    late: Keys
     leaving: bool
 
     def __post_init__(self) -> None:
         _require(len(set(self.accusations)) == len(self.accusations), "accusations: repeated")
         _require(_is_increasing(self.joins), "joins: not increasing")
+        _require(_is_increasing(self.late), "late: not increasing")
 
 
 class Ballot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

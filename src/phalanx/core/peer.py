@@ -31,6 +31,7 @@ _MOST_CASES = 1024
 _MOST_JOINS = 256
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
+_ROUNDS = 8
 _ANSWERS = 256
 """Requests of one peer that are answered in one attempt."""
 
@@ -113,6 +114,10 @@ class Peer:
         """A height whose messages this peer lacks, the root that they have, and whose they are."""
         self.sought: Values | None = None
         self.leaving = False
+        self.late: set[bytes] = set()
+        """Who earned a strike in a slow path that I have not told of in a CONFIRM yet."""
+        self.failures: dict[bytes, int] = {}
+        """How often a server of states did not come through."""
         self.enter(view)
 
     # ---- Where we are
@@ -121,6 +126,8 @@ class Peer:
         """Start from a view. ``riding``: what led to it is complete, but settled only by the attempt's COMMIT."""
         self.view = view
         self.riding = riding
+        if not riding:
+            self.base = view
         self.duties = compute_duties(self.config, view)
         self.level = view.height - 1
         self.root = view.previous
@@ -137,6 +144,8 @@ class Peer:
         self.others = tuple(key for key in view.roster if key != self.key)
         self.answers.clear()
         self.rows.clear()
+        self.answered_alarms.clear()
+        _drop(self.joins, lambda key: key in view.roster or key in view.banned)
         self.adopted = None
         self._forget()
 
@@ -228,15 +237,30 @@ class Peer:
         elif domain is Domain.TIMEOUT and isinstance(letter.body, m.Timeout):
             if letter.body.round > 0 and height in self.finals:  # it was settled: whoever missed that can see it
                 return (Send(message.sender, m.Certificate(self.finals[height])),)
+            self._drop_rounds(self.timeouts, height, message.sender, letter.body.round)
             self.timeouts.setdefault((height, letter.body.round), {}).setdefault(message.sender, letter)
         elif domain is Domain.OUTCOME and isinstance(letter.body, m.Outcome):
+            self._drop_rounds(self.votes, height, message.sender, letter.body.round)
             self.votes.setdefault((height, letter.body.round, letter.body.final), {}).setdefault(message.sender, letter)
         elif domain is Domain.TRIAL and isinstance(letter.body, m.Trial):
             self.trials.setdefault(height, {}).setdefault(message.sender, letter)
-        elif domain is Domain.OPENING and isinstance(letter.body, m.Opening):
+        elif domain is Domain.OPENING and isinstance(letter.body, m.Opening) and self._is_current(message):
             place = (message.step, message.attempt, message.sender, letter.body.part)
             self.openings.setdefault(place, letter)
         return ()
+
+    def _is_current(self, message: Signed) -> bool:
+        return (message.step, message.attempt) == (self.view.step, self.view.attempt)
+
+    @staticmethod
+    def _drop_rounds(table: dict[Any, dict[bytes, Letter]], height: int, sender: bytes, round_: int) -> None:
+        """Of the rounds of a slow path, a sender has the last few to fill, and no more."""
+        rounds = sorted(place[1] for place, letters in table.items() if place[0] == height and sender in letters)
+        for place in list(table):
+            if place[0] == height and rounds and place[1] < max(rounds[-1], round_) - _ROUNDS:
+                table[place].pop(sender, None)
+                if not table[place]:
+                    del table[place]
 
     def _take_equivocation(self, page: Page, key: bytes) -> Iterable[Any]:
         if key in self.proofs or key in self.view.banned:
@@ -253,12 +277,17 @@ class Peer:
     def _take_join(self, message: Signed, sender: bytes | None) -> Iterable[Any]:
         key = message.sender
         view = self.view
-        if key in self.joins or key in view.roster or key in view.banned or len(self.joins) >= _MOST_JOINS:
+        if key in self.joins or key in view.roster or key in view.banned:
             return ()
         letter = self.examiner.examine(message)
         if letter is None or letter.body is None:
             return ()
         self.joins[key] = letter
+        if len(self.joins) > _MOST_JOINS:  # chance decides, so that nobody can crowd others out
+            worst = max(self.joins, key=lambda key: compute_digest("join", view.randomness, key))
+            del self.joins[worst]
+            if worst == key:
+                return ()
         return (Broadcast(self.others, message),)  # whoever knows one member is known to all
 
     # ---- Long bytes
@@ -521,17 +550,17 @@ def _on_pull_chain(peer: Peer, sender: bytes, message: m.PullChain) -> Story:
 
 def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
     """Walk from the view we are in to the latest that is certified, each by the roster of the one before."""
-    view, adopted = peer.view, None
+    view, adopted = peer.base, None
     for link in message.links:
         later = decode_view(link.view)
-        if later is None or later.height <= view.height:
+        if later is None or later.height < view.height or later == view:
             continue
         if not is_certified(peer.config, peer.examiner, view, later, link.messages):
             break
         if later.roster != view.roster:
             peer.remember_link(later, link.messages)
         view, adopted = later, Lost(later, link.messages)
-    if adopted is not None:
+    if adopted is not None and adopted.view != peer.view and adopted.view.height >= peer.view.height:
         peer.adopted = adopted
     yield from ()
 
@@ -578,7 +607,7 @@ def compute_item_digest(letters: Iterable[Letter]) -> bytes:
 
 
 def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
-    if sender in peer.circle and message.height >= peer.level - 1:
+    if sender in peer.circle and peer.level - 1 <= message.height <= peer.level + _FUTURE_HEIGHTS:
         queue = peer.gossip.setdefault((message.height, message.round), {}).setdefault(sender, [])
         if len(queue) < 4 * len(peer.circle) + 64:
             queue.append(message)

@@ -7,7 +7,8 @@ peer's whole life: attempts, one after another; a peer that is not (or no longer
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -22,6 +23,7 @@ from phalanx.core.checking import (
     compute_gradient,
     fetch,
     fetch_case,
+    fetch_evidence,
     is_proven,
     read_aggregates,
 )
@@ -111,20 +113,22 @@ def run_attempt(peer: Peer) -> Story:
     yield from agree(peer, Phase.COMMIT, body, work=count_work(peer) * config.gradient_time)
     if peer.riding:
         yield from finish_previous(peer)
+    yield from find_way_back(peer)
     offenders = find_offenders(config, transcript, Phase.COMMIT)
     if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
 
     # Scatter, AGGREGATE, gather: part j goes to member j, who returns the clipped mean.
     yield from scatter(peer, own)
-    aggregate = yield from aggregate_part(peer, 2 * config.delta + config.transfer_time)
-    yield from agree(peer, Phase.AGGREGATE, aggregate, work=config.transfer_time)
+    patience = 4 * config.delta + config.transfer_time  # others may complete a height 3 delta after me
+    aggregate = yield from aggregate_part(peer, patience)
+    yield from agree(peer, Phase.AGGREGATE, aggregate, work=patience)
     offenders = find_offenders(config, transcript, Phase.AGGREGATE)
     if not offenders.banned and find_requests(transcript):
         unopened = yield from open_parts(peer, own, find_requests(transcript))
         aggregate = yield from aggregate_part(peer, 0)
         aggregate = msgspec.structs.replace(aggregate, unopened=unopened, trials=())
-        yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=config.transfer_time)
+        yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=patience + 2 * config.delta)
         offenders = find_offenders(config, transcript, Phase.AGGREGATE_AGAIN)
         if not offenders.banned:
             offenders = decide_openings(config, transcript)
@@ -139,16 +143,16 @@ def run_attempt(peer: Peer) -> Story:
     transcript.randomness = combine_shares(config, view, reveals)
 
     # REPORT: what my parts say of the aggregates.
-    yield from gather(peer, peer.entered + 2 * config.delta + config.transfer_time)
+    yield from gather(peer, patience)
     report = yield from make_report(peer, own, findings)
-    yield from agree(peer, Phase.REPORT, report, work=config.transfer_time)
+    yield from agree(peer, Phase.REPORT, report, work=patience)
     offenders = find_offenders(config, transcript, Phase.REPORT)
     if not offenders.banned:
         offenders = decide_aggregates(transcript)
     if not offenders.ends_attempt and is_lacking(transcript):
-        yield from gather(peer, peer.entered + 2 * config.delta + config.transfer_time)
+        yield from gather(peer, patience)
         report = yield from make_report(peer, own, findings)
-        yield from agree(peer, Phase.REPORT_AGAIN, report, work=config.transfer_time)
+        yield from agree(peer, Phase.REPORT_AGAIN, report, work=patience)
         offenders = find_offenders(config, transcript, Phase.REPORT_AGAIN)
         if not offenders.banned:
             offenders = decide_reports(transcript)
@@ -240,6 +244,16 @@ def prepare_parts(peer: Peer) -> Story:
 # ---- AGGREGATE
 
 
+def find_way_back(peer: Peer) -> Story:
+    """If most members start from another view than mine, I missed something: take theirs (:class:`Lost` brings it)."""
+    commits = peer.transcript.phases[Phase.COMMIT].values()
+    views = Counter(x.body.view for x in commits if isinstance(x.body, m.Commit))
+    digest, count = views.most_common(1)[0]
+    while 2 * count > len(commits) and digest != compute_view_digest(peer.view):
+        yield Broadcast(peer.others, m.PullChain(peer.base.height - 1))
+        yield from peer.listen(peer.time + peer.config.delta)
+
+
 def scatter(peer: Peer, own: Own) -> Story:
     view = peer.view
     if not peer.contributes:
@@ -256,11 +270,16 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         return m.Aggregate(None, (0,), (), ())
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
     wanted = list(places)
+    ask_at = peer.entered + patience / 2  # what was lost on the way, or with my memory, is sent again
     while wanted:
         wanted = [place for place in wanted if not peer.has_part(place)]
         if not wanted or peer.time >= peer.entered + patience:
             break
-        yield from peer.listen(peer.entered + patience)
+        if peer.time >= ask_at:
+            ask_at = math.inf
+            for lost in wanted:
+                yield from ask_part(peer, lost, (lost[2],))
+        yield from peer.listen(min(ask_at, peer.entered + patience))
     trials = tuple(
         m.Listed(key, letter.digest)
         for key, letter in sorted(peer.trials.get(view.height, {}).items())
@@ -306,7 +325,7 @@ def open_parts(peer: Peer, own: Own, requests: set[tuple[int, int]]) -> Story:
                 yield from ask_part(peer, place, peer.others)
 
     peer.asked |= {("part", *place, key) for place in places for key in (place[2],)}
-    until = peer.entered + 3 * peer.config.delta + peer.config.transfer_time
+    until = peer.entered + 6 * peer.config.delta + peer.config.transfer_time
     yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, until)
     find_wrong_openings(peer)
     return tuple(sorted(pair for place, pair in places.items() if not peer.has_part(place)))
@@ -331,9 +350,9 @@ def combine_shares(config: Config, view: View, reveals: Values) -> bytes:
     return compute_digest("randomness", config.run, place, *shares)
 
 
-def gather(peer: Peer, until: float) -> Story:
+def gather(peer: Peer, patience: float) -> Story:
     """Wait for the aggregates; ask others for those that their aggregators kept back."""
-    transcript = peer.transcript
+    transcript, until = peer.transcript, peer.entered + patience
     view = transcript.view
     wanted = set(range(len(view.roster)))
 
@@ -445,7 +464,8 @@ def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m
     joins = sorted(key for key in peer.joins if key not in known)
     if len(joins) > m.MAX_CASES:  # everybody lists the same ones
         joins = sorted(sorted(joins, key=lambda key: compute_digest("join", view.randomness, key))[: m.MAX_CASES])
-    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), peer.leaving)
+    late = tuple(sorted(key for key in peer.late if key in view.roster))
+    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving)
 
 
 def conclude(peer: Peer, state: bytes) -> Story:
@@ -463,6 +483,7 @@ def conclude(peer: Peer, state: bytes) -> Story:
             if case.accusers and is_received(transcript, case):
                 yield from fetch_case(peer, case, peer.time + 1000 * config.delta)
     decision = decide(config, transcript, agenda, peer.cases)
+    peer.late.clear()
     view = make_next(config, transcript, decision, peer.level + 1, peer.root)
     if not is_changed(peer.view, view):
         return view, True
@@ -483,7 +504,8 @@ def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
         distant = find_distant(config, peer.transcript)
         requests = {(view.roster.index(key), part) for key in peer.duties.contributors for part in distant}
         unopened = yield from open_parts(peer, peer.own.setdefault(view.step, Own()), requests)
-    until = peer.time + 3 * config.delta
+    yield from fetch_evidence(peer, agenda)
+    until = peer.time
     ballots = []
     for case in agenda:
         verdict = (yield from check_case(peer, case, until)) if peer.member else Verdict.NOT_RECEIVED
@@ -525,7 +547,6 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
             transcript.view,
             {**transcript.phases, phase: resolution.values},
             {**transcript.heights, height: phase},
-            late=transcript.late,
             randomness=transcript.randomness,
         )
         agenda = make_agenda(config, closed)
@@ -564,7 +585,7 @@ def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None 
         except Lost as lost:
             view, riding = lost.view, False
             if peer.riding and view.step >= peer.view.step:
-                yield from finish_previous(peer)
+                yield Note(StepFinished(peer.view.step - 1, view))
             if set(view.roster) != set(peer.view.roster):
                 peer.remember_link(view, lost.messages)
             yield from announce_lost(peer, lost)
@@ -582,7 +603,7 @@ def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None 
 
 def finish_previous(peer: Peer) -> Story:
     """COMMIT is complete: what the step before led to is settled for ever."""
-    peer.riding = False
+    peer.riding, peer.base = False, peer.view
     yield Keep(encode_view(peer.view))
     yield Note(StepFinished(peer.view.step - 1, peer.view))
 
@@ -610,7 +631,7 @@ def find_equivocation(peer: Peer, epoch: Transcript, key: bytes, lost: Lost) -> 
 
 def catch_up(peer: Peer) -> Story:
     """Ask for the views that followed the one I know; :class:`Lost` brings the latest."""
-    yield Broadcast(peer.others, m.PullChain(peer.view.height))
+    yield Broadcast(peer.others, m.PullChain(peer.base.height))
     end = peer.time + 2 * peer.config.delta
     while peer.time < end:
         yield from peer.listen(end)
@@ -624,12 +645,15 @@ def prepare(peer: Peer) -> Story:
         yield Broadcast(peer.others, join)
     if (yield HasState(view.step, view.state)):
         return
-    for server in itertools.cycle(sorted(peer.others)):
+    while True:
+        server = min(peer.others, key=lambda key: (peer.failures.get(key, 0), key))
+        peer.failures[server] = peer.failures.get(server, 0) + 1  # taken back below if it serves well
         data = yield from fetch_state(peer, server)
         if data is not None and (yield AdoptState(view.step, view.state, data)):
+            peer.failures[server] = 0
             yield Note(Synced(view.step, view.state))
             return
-        yield Broadcast(peer.others, m.PullChain(view.height))  # we may be too late for this one
+        yield Broadcast(peer.others, m.PullChain(peer.base.height))  # we may be too late for this one
 
 
 def key_may_ask(peer: Peer) -> bool:

@@ -61,12 +61,12 @@ class Transcript:
     phases: dict[Phase, Values] = field(default_factory=dict)
     heights: dict[int, Phase] = field(default_factory=dict)
     roots: dict[Phase, bytes] = field(default_factory=dict)
-    late: set[bytes] = field(default_factory=set)
-    """Who earned a strike in a slow path of this attempt."""
     sealing: View | None = None
     """The view that SEAL or ABORT, once complete, leads to."""
     offences: dict[bytes, Any] = field(default_factory=dict)
     """Why that view bans whom it bans (``justice.Offence``)."""
+    outcomes: dict[bytes, View] = field(default_factory=dict)
+    """Views that a slow path of this attempt may lead to, by their digests."""
     settled: set[int] = field(default_factory=set)
     """Heights whose slow path ended without anybody going."""
     randomness: bytes | None = None

@@ -224,7 +224,7 @@ class _Peer:
         """
         moment = (local - self.offset) / self.rate
         while self.offset + self.rate * moment < local:
-            moment += max(math.ulp(local), math.ulp(self.offset)) / self.rate
+            moment = math.nextafter(moment + max(math.ulp(local), math.ulp(self.offset)) / self.rate, math.inf)
         return moment
 
 

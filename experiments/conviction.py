@@ -1,0 +1,152 @@
+"""How long a cheat lasts: one marked member sends wrong gradients while the other ``b - 1`` attackers shield it.
+
+docs/PROTOCOL.md, section 9, predicts a conviction after ``1 / p`` steps on average, ``p = q m (n - b) / (n (n - 1))``.
+
+    python experiments/conviction.py --runs 1000 --share 1 [--silent] [--jobs 2] [--json]
+
+prints, for (n, b, m) = (8, 3, 1), (16, 7, 1), (16, 4, 2), the mean of (step of the convicted gradient - first step of the
+attack + 1), its standard error, and the prediction. ``--silent``: the attacker falls silent whenever a gradient that it
+cheated with is about to be checked. Exit 1 if a mean is more than three standard errors off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from random import Random
+from statistics import mean, stdev
+
+import torch
+from torch import Tensor
+
+from phalanx.attacks import Attack, Insider, Plot, combine
+from phalanx.attacks.base import Mail
+from phalanx.attacks.justice import IdleValidator, ShieldingVotes
+from phalanx.core.config import Config
+from phalanx.core.events import Banned
+from phalanx.core.messages import Message
+from phalanx.core.step import run_peer
+from phalanx.network.ideal import IdentityExaminer, make_signers
+from phalanx.network.simulated import Links, World
+from phalanx.simulation.machine import Bowl, compute_state_digest, make_start
+
+SETTINGS = ((8, 3, 1), (16, 7, 1), (16, 4, 2))
+SIZE = 32
+START = 2
+
+
+@dataclass(kw_only=True, eq=False)
+class Cheat(Attack):
+    """A wrong gradient in a share of the steps; silent before the check of one, if ``hides``."""
+
+    hides: bool = False
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        insider.notes.setdefault("cheated", set()).add(step)
+        return -3 * gradient
+
+    def is_active(self, insider: Insider) -> bool:
+        return super().is_active(insider) or (self.hides and self._is_drawn(insider))
+
+    def _is_drawn(self, insider: Insider) -> bool:
+        cheated = insider.view.step - 1 in insider.notes.get("cheated", ())
+        return cheated and any(
+            check.target == insider.key and check.checker not in insider.plot.keys for check in insider.duties.checks
+        )
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        if self.hides and (insider.notes.get("hidden") or self._is_drawn(insider)):
+            insider.notes["hidden"] = True
+            return ()
+        return ((to, message),)
+
+
+def run_once(job: tuple[int, int, int, float, bool, int]) -> int | None:
+    """Steps until the marked member was convicted; None if it never was."""
+    n, b, m, share, silent, seed = job
+    torch.set_num_threads(1)
+    signers, verify = make_signers(n, seed, ideal=True)
+    config = Config(
+        founders=tuple(signer.key for signer in signers),
+        byzantine=b,
+        validators=m,
+        size=SIZE,
+        steps=100_000,
+        seed=seed.to_bytes(32, "little"),
+        state=compute_state_digest(make_start(SIZE)),
+    ).check()
+    random = Random(seed)
+    plot = Plot(random=random)
+    attackers = random.sample(range(n), b)
+    marked = signers[attackers[0]].key
+    convicted: list[int] = []
+
+    def listen(key: bytes, event: object) -> None:
+        if isinstance(event, Banned) and event.key == marked:
+            convicted.append(event.step)
+
+    world = World(config.run, seed, Links(low=0.01, high=0.3), count=False, trace=False, on_note=listen, keep_notes=False)
+    examiner = IdentityExaminer(verify)
+    for place, signer in enumerate(signers):
+
+        def start(disk, signer=signer, place=place):  # type: ignore[no-untyped-def]
+            story = run_peer(config, signer.key, examiner, disk.view)
+            if place not in attackers:
+                return story
+            if place == attackers[0]:
+                attack: Attack = Cheat(start=START, probability=share, hides=silent)
+            else:
+                attack = combine(ShieldingVotes(), IdleValidator())
+            return attack.wrap(story, Insider(signer, config, plot))
+
+        world.add(signer.key, signer, Bowl(SIZE), start)
+    world.run(stop=lambda: bool(convicted), until=2e5)
+    return convicted[0] - START + 1 if convicted else None
+
+
+def predict(n: int, b: int, m: int, share: float) -> float:
+    return n * (n - 1) / (share * m * (n - b))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--silent", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows, fine = [], True
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for n, b, m in SETTINGS:
+            jobs = [(n, b, m, options.share, options.silent, options.seed + i) for i in range(options.runs)]
+            found = list(pool.map(run_once, jobs, chunksize=4))
+            steps = [x for x in found if x is not None]
+            error = stdev(steps) / math.sqrt(len(steps))
+            expected = predict(n, b, m, options.share)
+            off = (mean(steps) - expected) / error
+            good = abs(off) <= 3 and len(steps) == len(found)
+            fine &= good
+            rows.append(
+                {"n": n, "b": b, "m": m, "mean": mean(steps), "error": error, "expected": expected, "off": off}
+                | {"escaped": len(found) - len(steps)}
+            )
+            print(
+                f"n={n} b={b} m={m}: {mean(steps):.2f} +- {error:.2f} steps, expected {expected:.2f} "
+                f"({off:+.1f} standard errors){'' if good else '  <-- off'}",
+                file=sys.stderr,
+                flush=True,
+            )
+    if options.json:
+        print(json.dumps({"share": options.share, "silent": options.silent, "runs": options.runs, "rows": rows}))
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""All attacks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from phalanx.attacks import aggregation, broadcast, gradients, justice, membership
+from phalanx.attacks.base import Attack, combine
+from phalanx.core import messages as m
+from phalanx.core.messages import Phase, Rule
+
+
+def _both(*makers: Callable[..., Attack]) -> Callable[..., Attack]:
+    def make(**options: Any) -> Attack:
+        return combine(*(maker(**options) for maker in makers))
+
+    return make
+
+
+def _sleeper(start: int = 5, **options: Any) -> Attack:
+    return gradients.WrongGradient(start=start, **options)
+
+
+def _hit_and_leave(start: int = 3, **options: Any) -> Attack:
+    wrong = gradients.WrongGradient(start=start, stop=start + 1, **options)
+    return combine(wrong, membership.Leave(start=start, stop=start + 1))
+
+
+def _hit_and_vanish(start: int = 3, **options: Any) -> Attack:
+    wrong = gradients.WrongGradient(start=start, stop=start + 1, **options)
+    return combine(wrong, membership.Absent(start=start + 1, steps=3))
+
+
+ATTACKS: dict[str, Callable[..., Attack]] = {
+    "honest": Attack,
+    # gradients
+    "wrong_gradient": gradients.WrongGradient,
+    "random_gradient": partial(gradients.WrongGradient, change=gradients.randomize),
+    "zero_gradient": partial(gradients.WrongGradient, change=gradients.zero),
+    "stale_gradient": gradients.StaleGradient,
+    "drift": gradients.Drift,
+    "nonfinite_parts": gradients.NonFiniteParts,
+    "huge_parts": partial(gradients.NonFiniteParts, value=1e30),
+    "sleeper": _sleeper,
+    "sybils": gradients.SharedCompute,
+    # parts, aggregates, reports
+    "wrong_aggregate": aggregation.ShiftedAggregate,
+    "covered_aggregate": aggregation.CoveredAggregate,
+    "aggregate_covered_by_colluder": partial(aggregation.CoveredAggregate, by_colluder=True),
+    "false_report": aggregation.FalseReport,
+    "false_norm": partial(aggregation.FalseReport, sums=0.0, norms=1.0),
+    "framing": aggregation.Framing,
+    "nonfinite_aggregate": aggregation.NonFiniteAggregate,
+    "withheld_parts_from_one": partial(aggregation.WithheldParts, count=1),
+    "withheld_parts": aggregation.WithheldParts,
+    "withheld_parts_from_one_for_good": partial(aggregation.WithheldParts, count=1, opens=False),
+    "withheld_parts_for_good": partial(aggregation.WithheldParts, opens=False),
+    "wrong_openings": aggregation.WrongOpenings,
+    "withheld_aggregate_from_one": partial(aggregation.WithheldAggregate, count=1),
+    "withheld_aggregate_from_some": partial(aggregation.WithheldAggregate, count=3),
+    "withheld_aggregate": aggregation.WithheldAggregate,
+    "false_complaint": aggregation.FalseComplaints,
+    "stubborn_complaint": partial(aggregation.FalseComplaints, stubborn=True),
+    "complaint_spam": partial(aggregation.FalseComplaints, count=None),
+    "deaf_to_parts": aggregation.Deaf,
+    "deaf_to_aggregates": partial(aggregation.Deaf, kind=m.AggregateChunk),
+    # agreed broadcast
+    "equivocate": broadcast.Equivocate,
+    **{f"equivocate_{phase.name.lower()}": partial(broadcast.Equivocate, phases=(phase,)) for phase in Phase},
+    "equivocate_to_each": broadcast.EquivocateToEach,
+    **{
+        f"equivocate_{phase.name.lower()}_to_each": partial(broadcast.EquivocateToEach, phases=(phase,))
+        for phase in (Phase.COMMIT, Phase.REPORT, Phase.CONFIRM)
+    },
+    "equivocate_late": partial(broadcast.Equivocate, late=2.0),
+    "wrong_root": broadcast.WrongRoot,
+    "silent": broadcast.Mute,
+    **{f"silent_{phase.name.lower()}": partial(broadcast.Silent, phases=(phase,)) for phase in Phase},
+    "silent_to_one": broadcast.SilentToSome,
+    "silent_to_most": partial(broadcast.SilentToSome, count=4),
+    "late": broadcast.Late,
+    "too_late": partial(broadcast.Late, delay=6.0),
+    "premature_timeouts": broadcast.PrematureTimeouts,
+    "replay": broadcast.Replay,
+    "echo": broadcast.Echo,
+    "malformed": broadcast.Malformed,
+    "wrong_phase_body": partial(broadcast.Malformed, kind="swapped"),
+    "oversize": partial(broadcast.Malformed, kind="oversize"),
+    "out_of_range": partial(broadcast.Malformed, kind="range"),
+    "wrong_labels": partial(broadcast.Malformed, kind="step"),
+    "flood": broadcast.Flood,
+    # slow path
+    "late_second_value": broadcast.LateSecondValue,
+    "too_late_second_value": partial(broadcast.LateSecondValue, after=1.5),
+    "garbage_gossip": broadcast.GarbageGossip,
+    "late_endorsements": broadcast.LateEndorsements,
+    "votes_to_some": broadcast.VotesToSome,
+    "two_votes": broadcast.TwoVotes,
+    "withheld_certificates": broadcast.WithheldCertificates,
+    # randomness and justice
+    "withheld_reveal": partial(broadcast.Silent, phases=(Phase.REVEAL,)),
+    "wrong_reveal": justice.WrongReveal,
+    "copied_commitment": justice.CopiedCommitment,
+    "rushed_reveal": justice.RushedReveal,
+    "false_accusation_report": justice.FalseAccusation,
+    "false_accusation_gradient": partial(justice.FalseAccusation, rule=Rule.GRADIENT),
+    "false_accusation_malformed": partial(justice.FalseAccusation, rule=Rule.MALFORMED),
+    "accusation_for_few": partial(justice.FalseAccusation, readers=1),
+    "accusation_without_evidence": justice.EmptyAccusation,
+    "accusation_spam": partial(justice.EmptyAccusation, count=64),
+    "shielding_votes": justice.ShieldingVotes,
+    "empty_votes": justice.EmptyVotes,
+    "unreceived_votes": partial(justice.EmptyVotes, unreceived=True),
+    "lying_validator": justice.LyingValidator,
+    "idle_validator": justice.IdleValidator,
+    "shielded_gradient": _both(gradients.WrongGradient, justice.ShieldingVotes, justice.LyingValidator),
+    # membership
+    "leave": partial(membership.Leave, start=3),
+    "hit_and_leave": _hit_and_leave,
+    "hit_and_vanish": _hit_and_vanish,
+    "absent": partial(membership.Absent, start=2),
+    "silent_target": _both(gradients.WrongGradient, membership.SilentTarget),
+    "wrong_seal": membership.WrongSeal,
+    "wrong_state": membership.WrongState,
+    "endless_state": partial(membership.WrongState, endless=True),
+    "wrong_chain": membership.WrongChain,
+}
+"""What an attacker can be told to do. Every entry takes ``start``, ``stop`` and ``probability``."""
