@@ -477,7 +477,8 @@ def _decide_complaints(config: Config, transcript: Transcript, decision: Decisio
     fresh = find_complaints(transcript)
     if not fresh:
         return
-    complaints = [*view.complaints, *fresh]
+    done = {*decision.banned, *decision.removed}  # whoever goes anyway takes nobody along
+    complaints = [c for c in (*view.complaints, *fresh) if c.namer not in done and c.named not in done]
     gone = _find_quarrellers(view, complaints)
     if len(gone) > view.bound:
         return

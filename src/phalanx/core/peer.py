@@ -113,6 +113,8 @@ class Peer:
         self.seeking: tuple[int, bytes, tuple[bytes, ...]] | None = None
         """A height whose messages this peer lacks, the root that they have, and whose they are."""
         self.sought: Values | None = None
+        self.base = view
+        """The last view that all members are known to have started from: certificates are walked from here."""
         self.leaving = False
         self.late: set[bytes] = set()
         """Who earned a strike in a slow path that I have not told of in a CONFIRM yet."""
@@ -126,8 +128,6 @@ class Peer:
         """Start from a view. ``riding``: what led to it is complete, but settled only by the attempt's COMMIT."""
         self.view = view
         self.riding = riding
-        if not riding:
-            self.base = view
         self.duties = compute_duties(self.config, view)
         self.level = view.height - 1
         self.root = view.previous
@@ -391,6 +391,8 @@ class Peer:
 
     def remember_link(self, view: View, messages: tuple[Signed, ...]) -> None:
         """Keep the certificate of a view with another roster, for those who follow the chain."""
+        # A slow path at the height of a SEAL or ABORT replaces the view that was being sealed.
+        self.links = [link for link in self.links if link[0].height <= messages[0].height]
         if not self.links or view.height > self.links[-1][0].height:
             self.links.append((view, messages))
 

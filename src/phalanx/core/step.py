@@ -110,9 +110,8 @@ def run_attempt(peer: Peer) -> Story:
     share, salt = yield DrawSecret(view.height)
     hidden = compute_commitment(config.run, view.step, view.attempt, peer.key, share, salt)
     body = m.Commit(own.roots.get(view.attempt) if peer.contributes else None, hidden, compute_view_digest(view))
-    yield from agree(peer, Phase.COMMIT, body, work=count_work(peer) * config.gradient_time)
-    if peer.riding:
-        yield from finish_previous(peer)
+    yield from agree(peer, Phase.COMMIT, body, work=find_check_time(peer))
+    yield from settle_view(peer)
     yield from find_way_back(peer)
     offenders = find_offenders(config, transcript, Phase.COMMIT)
     if offenders.ends_attempt:
@@ -174,8 +173,7 @@ def run_closing(peer: Peer) -> Story:
     yield Note(AttemptStarted(peer.view))
     body = make_confirm(peer, peer.view.state, [])
     yield from agree(peer, Phase.CONFIRM, body)
-    if peer.riding:
-        yield from finish_previous(peer)
+    yield from settle_view(peer)
     offenders = find_offenders(peer.config, peer.transcript, Phase.CONFIRM)
     if offenders.banned:
         return (yield from abort(peer, offenders))
@@ -185,12 +183,18 @@ def run_closing(peer: Peer) -> Story:
 # ---- COMMIT
 
 
-def count_work(peer: Peer) -> int:
-    """How many gradients the busiest member computes before COMMIT."""
-    load = dict.fromkeys(peer.duties.contributors, 1)
+def find_check_time(peer: Peer) -> float:
+    """Seconds that the busiest member needs before COMMIT: its own gradient, and those that it checks."""
+    config = peer.config
+    load = dict.fromkeys(peer.duties.contributors, config.gradient_time)
     for check in peer.duties.checks:
-        load[check.checker] = load.get(check.checker, 0) + 1
-    return max(load.values(), default=1)
+        load[check.checker] = load.get(check.checker, 0.0) + config.gradient_time + find_fetch_time(config)
+    return max(load.values(), default=0.0)
+
+
+def find_fetch_time(config: Config) -> float:
+    """Seconds that a check may wait for the target's bytes: only a tolerant one needs them."""
+    return 4 * config.delta + config.transfer_time if config.tolerance is not None else 0.0
 
 
 def check_targets(peer: Peer) -> Story:
@@ -474,7 +478,8 @@ def conclude(peer: Peer, state: bytes) -> Story:
     agenda = make_agenda(config, transcript)
     if agenda:
         ballots, unopened = yield from make_ballots(peer, agenda)
-        work = (1 + len(agenda)) * config.gradient_time + config.transfer_time + 6 * config.delta
+        each = config.gradient_time + find_fetch_time(config)
+        work = (1 + len(agenda)) * each + config.transfer_time + 6 * config.delta
         yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=work)
         offenders = find_offenders(config, transcript, Phase.VOTE)
         if offenders.banned:
@@ -601,11 +606,13 @@ def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None 
             yield Note(MarginLost(view.step, peer.duties.margin))
 
 
-def finish_previous(peer: Peer) -> Story:
-    """COMMIT is complete: what the step before led to is settled for ever."""
-    peer.riding, peer.base = False, peer.view
-    yield Keep(encode_view(peer.view))
-    yield Note(StepFinished(peer.view.step - 1, peer.view))
+def settle_view(peer: Peer) -> Story:
+    """COMMIT is complete: everybody starts from this view, and what the step before led to is settled for ever."""
+    peer.base = peer.view
+    if peer.riding:
+        peer.riding = False
+        yield Keep(encode_view(peer.view))
+        yield Note(StepFinished(peer.view.step - 1, peer.view))
 
 
 def announce_lost(peer: Peer, lost: Lost) -> Story:
