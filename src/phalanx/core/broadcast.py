@@ -26,7 +26,7 @@ from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.effects import Broadcast, Note, Sign, Story
 from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath
-from phalanx.core.membership import compute_quorum, compute_view_digest, encode_view
+from phalanx.core.membership import compute_quorum, encode_view
 from phalanx.core.messages import AgreedBody, Phase, Signed
 from phalanx.core.peer import Lost, Peer, compute_item_digest
 from phalanx.core.slowpath import SEALING, Resolution, Seen, get_successor, is_agreed, is_valid_alarm, resolve
@@ -71,7 +71,12 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
             if complaint is not None:
                 yield Broadcast(peer.audience, complaint)
             again = deadline = peer.time + 4 * delta
-        yield from peer.listen(min(pull_at, deadline) if peer.member else pull_at)
+        wake = min(pull_at, deadline) if peer.member else pull_at
+        while True:  # most messages change nothing but a count
+            yield from peer.listen(wake)
+            news = len(page.letters) >= len(view.roster) or len(page.roots) > 1 or page.roots != {peer.root}
+            if news or peer.time >= wake or (hurried < peer.entered and height + 1 in peer.pages):
+                break
     values = {key: page.letters[key] for key in view.roster}
     root = compute_values_root(view.roster, values)
     transcript.record(height, phase, values, root)
@@ -391,7 +396,7 @@ def _choose(exchange: _Exchange) -> m.Outcome | None:
     resolution = _resolve(exchange)
     view = peer.follow(peer, epoch, exchange.height, resolution) if resolution is not None else None
     if view is not None:
-        epoch.outcomes[compute_view_digest(view)] = view
+        epoch.outcomes[view.digest] = view
     if exchange.prepared is not None:
         body = exchange.prepared[0].body
         assert isinstance(body, m.Outcome)
@@ -399,7 +404,7 @@ def _choose(exchange: _Exchange) -> m.Outcome | None:
     if resolution is None or view is None:
         return None
     out, late = tuple(sorted(resolution.out)), tuple(sorted(resolution.late))
-    return m.Outcome(0, False, resolution.slots, out, late, resolution.stands, compute_view_digest(view))
+    return m.Outcome(0, False, resolution.slots, out, late, resolution.stands, view.digest)
 
 
 def _resolve(exchange: _Exchange) -> Resolution | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 from msgspec import Struct, msgpack
 
@@ -33,7 +34,7 @@ class Tolerance(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     upper: float
 
 
-class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """The numbers of a run. Its digest names the run, so peers with other numbers never understand one another."""
 
     founders: tuple[bytes, ...]
@@ -73,7 +74,7 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
     state: bytes = bytes(32)
     """The digest of the state before step 0."""
 
-    @property
+    @cached_property
     def run(self) -> bytes:
         return compute_digest("run", msgpack.encode(self))
 

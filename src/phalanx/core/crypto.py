@@ -66,9 +66,13 @@ def compute_digest(purpose: str, *fields: bytes | memoryview) -> bytes:
     A view counts as its bytes, whatever its shape; one with gaps is refused.
     """
     context = f"phalanx 1 {purpose}"
-    if all(type(field) is bytes and len(field) <= _SHORT for field in fields):
-        whole = b"".join([piece for field in fields for piece in (len(field).to_bytes(8, "little"), field)])
-        return blake3(whole, derive_key_context=context).digest()
+    pieces: list[bytes] = []
+    for field in fields:
+        if type(field) is not bytes or len(field) > _SHORT:
+            break
+        pieces += (len(field).to_bytes(8, "little"), field)
+    else:
+        return blake3(b"".join(pieces), derive_key_context=context).digest()
     hasher = blake3(derive_key_context=context)
     for field in fields:
         view = memoryview(field)

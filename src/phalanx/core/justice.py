@@ -22,8 +22,6 @@ from phalanx.core.membership import (
     Complaint,
     Suspect,
     View,
-    compute_duties,
-    compute_view_digest,
     draw_targets,
     finish_step,
     note_commits,
@@ -88,22 +86,19 @@ class Decision:
 def find_offenders(config: Config, transcript: Transcript, phase: Phase) -> Decision:
     """Who has said in this phase what nobody may say. Everything here is in the messages themselves."""
     view, values = transcript.view, transcript.phases[phase]
-    duties = compute_duties(config, view)
-    decision = Decision()
+    duties, run, decision = transcript.duties, config.run, Decision()
     for index, (key, letter) in enumerate(values.items()):
         message, body = letter.message, letter.body
         labels = (message.step, message.attempt, message.phase) == (view.step, view.attempt, phase)
         if not labels or body is None or not _fits(config, transcript, duties.contributors, index, key, letter):
             offence = Offence(Rule.MALFORMED, view.step, f"a {phase.name} that says what it may not", (message,))
             decision.ban(key, offence)
-        elif isinstance(body, m.Commit) and (
-            body.view != compute_view_digest(view) or message.previous != view.previous
-        ):
+        elif isinstance(body, m.Commit) and (body.view != view.digest or message.previous != view.previous):
             decision.remove(key, "starts from another view")
         elif isinstance(body, m.Reveal):
             commit = transcript.phases[Phase.COMMIT][key]
             assert isinstance(commit.body, m.Commit)
-            opened = compute_commitment(config.run, view.step, view.attempt, key, body.share, body.salt)
+            opened = compute_commitment(run, view.step, view.attempt, key, body.share, body.salt)
             if opened != commit.body.share:
                 case = m.WrongReveal(commit.message, message)
                 offence = Offence(
@@ -224,14 +219,27 @@ def make_agenda(config: Config, transcript: Transcript) -> tuple[Case, ...]:
     for part in find_distant(config, transcript):
         digest = compute_digest("norms", view.step.to_bytes(8, "little"), part.to_bytes(8, "little"))
         cases[digest] = Case(digest, part=part)
-    share = (MAX_BALLOTS - len(cases)) // len(view.roster)
+    share = get_share(transcript)
     accusers: dict[bytes, list[bytes]] = {}
     for key, letter in transcript.phases[Phase.CONFIRM].items():
         if isinstance(letter.body, m.Confirm):
-            for digest in letter.body.accusations[: max(share, 0)]:
+            for digest in letter.body.accusations[:share]:
                 accusers.setdefault(digest, []).append(key)
     cases |= {digest: Case(digest, tuple(keys)) for digest, keys in accusers.items()}
     return tuple(cases[digest] for digest in sorted(cases))
+
+
+def get_share(transcript: Transcript) -> int:
+    """How many accusations of one member fit the agenda."""
+    parts, suspects = len(transcript.view.roster), len(transcript.view.suspects)
+    return max(1, (MAX_BALLOTS - parts - suspects) // parts)
+
+
+def find_cut(transcript: Transcript) -> set[bytes]:
+    """Members that had more to accuse than fits."""
+    share = get_share(transcript)
+    confirms = transcript.phases.get(Phase.CONFIRM, {})
+    return {k for k, x in confirms.items() if isinstance(x.body, m.Confirm) and len(x.body.accusations) > share}
 
 
 def find_distant(config: Config, transcript: Transcript) -> list[int]:
@@ -425,6 +433,7 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
     parts = len(view.roster)
     if not bodies:
         return
+    cut = find_cut(transcript)
     evidence: tuple[Signed, ...] | None = None
     for part, size in enumerate(sizes):
         eps = sum_bound(view.tau, len(bodies), size, dtype, config.cap)
@@ -435,9 +444,11 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
             if not abs(total) <= eps:
                 corrected = _get_vote_evidence(transcript) if decision.corrections else ()
                 evidence = evidence or (*(x.message for x in reports.values()), *corrected)
+                decision.wrong = True
+                if view.roster[part] in cut:
+                    continue  # it named more liars than fit the agenda: those convicted go, and the step is tried again
                 reason = f"its aggregate is off balance by {abs(total):.3g}, more than {eps:.3g}"
                 decision.ban(view.roster[part], Offence(Rule.SUM, view.step, reason, evidence))
-                decision.wrong = True
 
 
 def _decide_states(transcript: Transcript, decision: Decision) -> None:
@@ -499,7 +510,7 @@ def note_progress(config: Config, transcript: Transcript, until: int) -> View:
     """The attempt's view with what was agreed below height ``until`` and outlives the attempt: commits and targets."""
     view = transcript.view
     known = {phase for height, phase in transcript.heights.items() if height < until}
-    contributors = compute_duties(config, view).contributors
+    contributors = transcript.duties.contributors
     if Phase.COMMIT in known and Phase.COMMIT in transcript.phases:
         served = tuple(sorted(find_served(transcript))) if Phase.AGGREGATE in known else ()
         view = note_commits(view, contributors, served)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from statistics import median
 
 import msgspec
@@ -19,6 +19,8 @@ from msgspec import Struct
 from phalanx.core.config import KEPT_STEPS, AutomaticTau, Config
 from phalanx.core.crypto import compute_digest
 from phalanx.core.randomness import Stream, derive_seed
+
+_MOST_SUSPECTS = 256  # of a run's last steps; beyond, those of the very last
 
 
 class _Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
@@ -72,8 +74,12 @@ class Suspect(_Record, frozen=True):
     attempt: int
 
 
-class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """What an attempt starts from."""
+
+    @cached_property
+    def digest(self) -> bytes:
+        return compute_digest("view", encode_view(self))
 
     step: int
     attempt: int
@@ -125,11 +131,6 @@ def decode_view(data: bytes) -> View | None:
     return view if encode_view(view) == data else None
 
 
-@lru_cache(maxsize=256)
-def compute_view_digest(view: View) -> bytes:
-    return compute_digest("view", encode_view(view))
-
-
 def compute_quorum(config: Config, view: View) -> int:
     """How many members' signatures settle a slow path."""
     n = len(view.roster)
@@ -148,7 +149,6 @@ class Duties:
     """Validators that the shrunken roster no longer affords."""
 
 
-@lru_cache(maxsize=64)
 def compute_duties(config: Config, view: View) -> Duties:
     """Who validates whom, and who contributes. A validator that is gone is replaced by the next drawn."""
     members = set(view.roster)
@@ -288,9 +288,15 @@ def finish_step(
     """The view of the next step."""
     view = remove_members(config, view, changes, acquitted)
     step = view.step + 1
-    if step >= config.steps and view.attempts:  # nobody will be drawn to check the last step: everybody does
-        last = view.attempts[-1]
-        everybody = {Suspect(key, last.step, last.attempt) for key in last.contributors if key in view.roster}
+    if step >= config.steps:  # nobody will be drawn any more to check the last steps: everybody does
+        last = {record.step: record for record in view.attempts}
+        everybody = {
+            Suspect(key, record.step, record.attempt)
+            for record in last.values()
+            if record.step == step - 1 or len(last) * len(view.roster) <= _MOST_SUSPECTS
+            for key in record.contributors
+            if key in view.roster
+        }
         view = msgspec.structs.replace(view, suspects=tuple(sorted({*view.suspects, *everybody})))
     view, graduates = _advance_candidates(config, view, served, joins, randomness, step)
     known = {count.key for count in view.absences}

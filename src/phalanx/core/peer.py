@@ -17,7 +17,7 @@ from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.effects import Broadcast, Finished, ReadState, Receive, Send, Sign, Story
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.membership import View, compute_duties, compute_quorum, compute_view_digest, decode_view, encode_view
+from phalanx.core.membership import View, compute_duties, compute_quorum, decode_view, encode_view
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
 from phalanx.core.partition import compute_part_sizes
@@ -81,6 +81,8 @@ class Peer:
         self.transcripts: dict[tuple[int, int], Transcript] = {}
         self.own: dict[int, Own] = {}
         self.parts: dict[tuple[int, int, bytes, int], tuple[bytes, m.Path]] = {}
+        self.arrivals = 0
+        """Grows with every chunk that comes, so that nobody looks again for what cannot be here yet."""
         self.verified: set[tuple[Any, ...]] = set()
         """Which of the parts and aggregates held are known to be what they should be."""
         self.readings: dict[tuple[int, int, int], Tensor | None] = {}
@@ -137,7 +139,7 @@ class Peer:
         self.contributes = self.key in self.duties.contributors
         self.index = view.roster.index(self.key) if self.member else -1
         self.sizes = compute_part_sizes(self.config.size, len(view.roster))
-        self.transcript = Transcript(view)
+        self.transcript = Transcript(view, self.duties)
         self.transcripts[view.step, view.attempt] = self.transcript
         self.circle = {*view.roster, *(c.key for c in view.candidates), *(k for a in view.attempts for k in a.roster)}
         self.audience = tuple(key for key in (*view.roster, *(c.key for c in view.candidates)) if key != self.key)
@@ -190,9 +192,7 @@ class Peer:
 
     def listen(self, until: float) -> Story:
         """Wait for one message until ``until`` on :attr:`time`; join a slow path if one has opened."""
-        yield from self.receive(until + self.paused + _TICK)
-        if self.join is not None and (self.alarms or self.timeouts):
-            yield from self.join(self)
+        return self.receive(until + self.paused + _TICK)
 
     def receive(self, until: float) -> Story:
         """Wait for one message and take care of it; :class:`Lost` when one shows that the run went on elsewhere."""
@@ -212,6 +212,8 @@ class Peer:
                     yield from handler(self, delivery.sender, message)
             if self.adopted is not None:
                 raise self.adopted
+            if (self.alarms or self.timeouts) and self.join is not None:
+                yield from self.join(self)
 
     def take(self, message: Signed, sender: bytes | None = None) -> Iterable[Any]:
         """Keep a signed message if it can be of use. Nothing is unpacked before its signature was checked."""
@@ -293,6 +295,7 @@ class Peer:
     # ---- Long bytes
 
     def store_part(self, sender: bytes, chunk: m.PartChunk) -> None:
+        self.arrivals += 1
         place = (chunk.step, chunk.attempt, chunk.owner, chunk.part)
         if sender != chunk.owner and ("part", *place, sender) not in self.asked:
             return
@@ -340,6 +343,7 @@ class Peer:
         return letter.body.parts if letter is not None and isinstance(letter.body, m.Commit | m.Trial) else None
 
     def store_aggregate(self, sender: bytes, chunk: m.AggregateChunk) -> None:
+        self.arrivals += 1
         place = (chunk.step, chunk.attempt, chunk.part)
         transcript = self.transcripts.get((chunk.step, chunk.attempt))
         if transcript is None or chunk.part >= len(transcript.view.roster):
@@ -407,7 +411,7 @@ def is_certified(config: Config, examiner: Examiner, before: View, view: View, m
 
     All but ``bound``, because a Byzantine member may sign its SEAL for a view of its own.
     """
-    digest = compute_view_digest(view)
+    digest = view.digest
     whole: set[bytes] = set()
     votes: dict[tuple[int, int], set[bytes]] = {}
     for message in messages:

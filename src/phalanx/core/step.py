@@ -78,7 +78,6 @@ from phalanx.core.justice import (
 from phalanx.core.membership import (
     View,
     compute_batch_seed,
-    compute_view_digest,
     decode_view,
     encode_view,
     make_genesis,
@@ -109,7 +108,7 @@ def run_attempt(peer: Peer) -> Story:
     # COMMIT: to my parts, and to a share of randomness.
     share, salt = yield DrawSecret(view.height)
     hidden = compute_commitment(config.run, view.step, view.attempt, peer.key, share, salt)
-    body = m.Commit(own.roots.get(view.attempt) if peer.contributes else None, hidden, compute_view_digest(view))
+    body = m.Commit(own.roots.get(view.attempt) if peer.contributes else None, hidden, view.digest)
     yield from agree(peer, Phase.COMMIT, body, work=find_check_time(peer))
     yield from settle_view(peer)
     yield from find_way_back(peer)
@@ -253,7 +252,7 @@ def find_way_back(peer: Peer) -> Story:
     commits = peer.transcript.phases[Phase.COMMIT].values()
     views = Counter(x.body.view for x in commits if isinstance(x.body, m.Commit))
     digest, count = views.most_common(1)[0]
-    while 2 * count > len(commits) and digest != compute_view_digest(peer.view):
+    while 2 * count > len(commits) and digest != peer.view.digest:
         yield Broadcast(peer.others, m.PullChain(peer.base.height - 1))
         yield from peer.listen(peer.time + peer.config.delta)
 
@@ -273,10 +272,12 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     if not peer.member:
         return m.Aggregate(None, (0,), (), ())
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
-    wanted = list(places)
+    wanted, looked = list(places), -1
     ask_at = peer.entered + patience / 2  # what was lost on the way, or with my memory, is sent again
     while wanted:
-        wanted = [place for place in wanted if not peer.has_part(place)]
+        if looked != peer.arrivals:
+            looked = peer.arrivals
+            wanted = [place for place in wanted if not peer.has_part(place)]
         if not wanted or peer.time >= peer.entered + patience:
             break
         if peer.time >= ask_at:
@@ -360,7 +361,13 @@ def gather(peer: Peer, patience: float) -> Story:
     view = transcript.view
     wanted = set(range(len(view.roster)))
 
+    looked = -1
+
     def is_here() -> bool:
+        nonlocal looked
+        if looked == peer.arrivals:
+            return not wanted
+        looked = peer.arrivals
         for part in [part for part in wanted if peer.has_aggregate(transcript, part)]:
             wanted.discard(part)
         return not wanted
@@ -496,7 +503,7 @@ def conclude(peer: Peer, state: bytes) -> Story:
     transcript.offences = decision.banned
     if peer.member and decision.state is not None and decision.state != state:
         yield Note(Diverged(peer.view.step))
-    yield from seal(peer, Phase.SEAL, m.Seal(compute_view_digest(view)), view)
+    yield from seal(peer, Phase.SEAL, m.Seal(view.digest), view)
     yield from announce(peer, decision)
     return view, False
 
@@ -523,7 +530,7 @@ def abort(peer: Peer, decision: Decision) -> Story:
     view = make_retry(peer.config, peer.transcript, decision, peer.level + 2, peer.root)
     peer.transcript.offences = decision.banned
     culprits = tuple(sorted((*decision.banned, *decision.removed)))
-    yield from seal(peer, Phase.ABORT, m.Abort(culprits, compute_view_digest(view)), view)
+    yield from seal(peer, Phase.ABORT, m.Abort(culprits, view.digest), view)
     yield from announce(peer, decision)
     return view, False
 
@@ -550,6 +557,7 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
     if concluded is None and resolution.stands and resolution.values is not None:
         closed = Transcript(
             transcript.view,
+            transcript.duties,
             {**transcript.phases, phase: resolution.values},
             {**transcript.heights, height: phase},
             randomness=transcript.randomness,

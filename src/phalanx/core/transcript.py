@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.core.crypto import compute_digest
 from phalanx.core.envelope import Letter
-from phalanx.core.membership import View
+from phalanx.core.membership import Duties, View
 from phalanx.core.messages import Phase
 
 Values = dict[bytes, Letter]
@@ -58,6 +58,7 @@ class Transcript:
     """One attempt."""
 
     view: View
+    duties: Duties
     phases: dict[Phase, Values] = field(default_factory=dict)
     heights: dict[int, Phase] = field(default_factory=dict)
     roots: dict[Phase, bytes] = field(default_factory=dict)

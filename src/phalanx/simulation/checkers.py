@@ -21,7 +21,7 @@ from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.envelope import Examiner
 from phalanx.core.events import AttemptStarted, Banned, Diverged, Removed, StepFinished, Synced
 from phalanx.core.justice import find_offenders
-from phalanx.core.membership import View, compute_duties, compute_quorum, compute_view_digest
+from phalanx.core.membership import View, compute_duties, compute_quorum
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.partition import compute_part_sizes, join_parts
@@ -150,7 +150,7 @@ class Agreement(Checker):
         elif not isinstance(event, StepFinished):
             return
         view: View = event.view
-        digest = compute_view_digest(view)
+        digest = view.digest
         other, first, held = self.views.setdefault((view.step, view.attempt), (key, digest, view))
         if first != digest:
             fields = [f for f in View.__struct_fields__ if getattr(view, f) != getattr(held, f)]
@@ -360,7 +360,9 @@ def _is_malformed(config: Config, examiner: Examiner, view: View, event: Banned)
         message = letter.message
         if (message.step, message.attempt) != (view.step, view.attempt) and message.height >= view.height:
             return True
-        transcript = Transcript(view, {other: {event.key: letters[other]} for other in letters})
+        transcript = Transcript(
+            view, compute_duties(config, view), {other: {event.key: letters[other]} for other in letters}
+        )
         try:
             found = find_offenders(config, transcript, phase)
         except KeyError:  # the evidence is not whole
