@@ -90,7 +90,9 @@ def run_once(job: tuple[int, int, int, float, bool, int]) -> int | None:
         if isinstance(event, Banned) and event.key == marked:
             convicted.append(event.step)
 
-    world = World(config.run, seed, Links(low=0.01, high=0.3), count=False, trace=False, on_note=listen, keep_notes=False)
+    world = World(
+        config.run, seed, Links(low=0.01, high=0.3), count=False, trace=False, on_note=listen, keep_notes=False
+    )
     examiner = IdentityExaminer(verify)
     for place, signer in enumerate(signers):
 

@@ -362,7 +362,7 @@ def test_v4_needs_a_strict_majority_of_the_voters(watched: Checkers) -> None:
     commit = sign(watched, 4, Phase.COMMIT, m.Commit(NOBODY, NOBODY, NOBODY))
     charge = m.Accusation(Rule.GRADIENT, key, view.step, view.attempt, (), commit, None, (), ())
     digest = compute_case_digest(charge)
-    accuser = sign(watched, 0, Phase.CONFIRM, m.Confirm(NOBODY, (digest,), (), False))
+    accuser = sign(watched, 0, Phase.CONFIRM, m.Confirm(NOBODY, (digest,), (), (), False))
     cases = [([GUILTY] * 4, True), ([GUILTY, GUILTY, GUILTY, INNOCENT], True), ([GUILTY, GUILTY, INNOCENT], False)]
     for verdicts, proven in cases:
         votes = (*make_votes(watched, digest, verdicts), accuser)
