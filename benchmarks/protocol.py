@@ -2,10 +2,10 @@
 
     python benchmarks/protocol.py [--json]
 
-Honest peers, gradients of 256 numbers, ideal signatures, no checkers, nothing traced or counted. What is timed is a step
-of the whole swarm: all messages of all phases, all clipping, reports and checks. Swarms of 7, 16 and 32 take turns, so
-that all see the same state of the machine; the first steps of each are not timed. The figures are medians: of the time
-of a step, and of the ratio in each turn. Other work on the machine slows them all.
+Honest peers, gradients of 256 numbers, ideal signatures, no checkers, nothing traced or counted. What is timed is a
+step of the whole swarm: all messages of all phases, all clipping, reports and checks. Swarms of 7, 16 and 32 take
+turns, so that all see the same state of the machine; the first steps of each are not timed. The figures are medians: of
+the time of a step, and of the ratio in each turn. Other work on the machine slows them all.
 
 With ``--json`` the last line of the output is one JSON object. The exit status is 0 if every target is met, else 1.
 """

@@ -1,6 +1,7 @@
-"""The protocol, without sockets, clocks or global randomness.
+"""The protocol: no sockets, clocks, threads or global randomness in it.
 
-Reading order: ``errors``, ``crypto``, ``merkle``, ``messages``, ``codec``, ``envelope``, ``randomness``, ``partition``;
-then aggregation: ``balance`` (the mathematics), ``clipping`` (the function that peers call), ``gram`` and ``gram_cuda``
-(passes over long rows).
+To know what a peer does, read ``step``. To check it, read in this order, each file standing on the ones before:
+``errors crypto merkle messages codec envelope randomness partition balance clipping verification config membership
+transcript slowpath effects events peer broadcast justice checking step``. (``gram`` and ``gram_cuda`` are passes over
+long rows for ``clipping``.)
 """

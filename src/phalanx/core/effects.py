@@ -30,7 +30,7 @@ class Delivery:
     now: float
     """The local clock, in seconds. Only differences mean anything."""
     sender: bytes | None
-    message: Message | Finished | None
+    message: Message | Finished | Leave | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,11 @@ class Begin:
 class Finished:
     ticket: int
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The user wants to go: announce it, and say goodbye at the next step boundary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from phalanx.core import messages as m
 from phalanx.core.codec import encode
 from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
-from phalanx.core.effects import Broadcast, Finished, ReadState, Receive, Send, Sign, Story
+from phalanx.core.effects import Broadcast, Finished, Leave, ReadState, Receive, Send, Sign, Story
 from phalanx.core.envelope import Examiner, Letter
 from phalanx.core.membership import View, compute_duties, compute_quorum, decode_view, encode_view
 from phalanx.core.merkle import hash_part, verify_path
@@ -202,6 +202,8 @@ class Peer:
         if message is not None:
             if type(message) is Finished:
                 self.finished[message.ticket] = message.value
+            elif type(message) is Leave:
+                self.leaving = True
             elif type(message) is Signed:
                 replies = self.take(message, delivery.sender)
                 if replies:

@@ -39,6 +39,7 @@ from phalanx.core.effects import (
     Finished,
     HasState,
     Keep,
+    Leave,
     Note,
     ReadState,
     Receive,
@@ -447,6 +448,10 @@ class World:
         self._end(peer)
         self._begin(peer)
 
+    def ask_to_leave(self, key: bytes) -> None:
+        """What a user does who stops a peer in good order."""
+        self._hand_over(self._peers[key], None, Leave())
+
     def is_up(self, key: bytes) -> bool:
         """Whether the peer's story goes on."""
         return self._peers[key].story is not None
@@ -789,7 +794,7 @@ class World:
             assert parcel.message is not None
             peer.inbox.append((sender, parcel.message))
 
-    def _hand_over(self, peer: _Peer, sender: bytes | None, message: Message | Finished) -> None:
+    def _hand_over(self, peer: _Peer, sender: bytes | None, message: Message | Finished | Leave) -> None:
         if peer.waiting:
             peer.waiting = False
             self._advance(peer, Delivery(peer.offset + peer.rate * self.now, sender, message))

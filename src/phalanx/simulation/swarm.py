@@ -143,9 +143,8 @@ class Swarm:
 
     def leave(self, key: bytes) -> None:
         """Have a peer announce that it leaves; it is stopped once it is out."""
-        peer = self.get_peer(key)
-        if peer is not None:
-            peer.leaving = True
+        if self.is_up(key):
+            self.world.ask_to_leave(key)
             self.leaving.add(key)
 
     def partition(self, *groups: set[bytes]) -> None:
