@@ -208,7 +208,7 @@ class _Peer:
         self.key, self.signer, self.start, self.disk = key, signer, start, disk
         self.offset, self.rate = skew.offset, skew.rate
         self.story: Story | None = None
-        self.inbox: deque[tuple[bytes | None, Message | Finished]] = deque()
+        self.inbox: deque[tuple[bytes | None, Message | Finished | Leave]] = deque()
         self.readers: dict[bytes, FrameReader] = {}
         self.ticket = 0
         """The last that this story was given."""
