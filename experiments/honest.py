@@ -64,14 +64,15 @@ class Result:
 def draw_setup(random: Random, n: int, tolerant: bool) -> tuple[Setup, Links]:
     draw = random.random
     b = int(draw() * ((n - 2) // 2 + 1))
+    m = 1 + int(draw() * max(0, min(2, n - 2 * b - 2)))
     delta = random.choice((0.5, 1.0, 2.0))
     tau: float | AutomaticTau = random.choice((0.5, 1.0, 4.0))
     if draw() < 0.4:
-        tau = AutomaticTau(min(2.0, 0.9 * (n - 1 - b) / max(b, 1)), 2.0, 0.01, 100.0)
+        tau = AutomaticTau(min(2.0, 0.9 * (n - m - b) / max(b, 1)), 2.0, 0.01, 100.0)
     gradient_time = random.choice((0.0, 1.0, 3.0))
     settings = {
         "byzantine": b,
-        "validators": 1 + int(draw() * max(0, min(2, n - 2 * b - 2))),
+        "validators": m,
         "size": random.choice((64, 100, 256)),
         "steps": -(-PEER_STEPS // n),
         "wire": random.choice(("float32", "bfloat16", "float16")),

@@ -182,7 +182,7 @@ def test_v1_wrong_report_alone_leaves_the_update_standing(wire: str) -> None:
 def test_v1_aggregator_that_let_a_wrong_report_pass_is_banned_too(wire: str) -> None:
     """A colluder's report hides a moved aggregate from V2; V4 finds the report, and whose aggregate it covered."""
     attack = Covered(by_colluder=True)
-    found = run(attack, attack, members=7, byzantine=2, validators=2, wire=wire, steps=10)
+    found = run(attack, attack, members=7, byzantine=2, validators=2, wire=wire, steps=20, seed=2)
     aggregator, liar = sorted((5, 6), key=lambda number: found.swarm.keys[number])
     assert found.rules == {aggregator: Rule.REPORT, liar: Rule.GRADIENT}
     assert found.bans[aggregator].reason == "let a wrong report on its aggregate pass"

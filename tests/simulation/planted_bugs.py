@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,25 +21,32 @@ import torch
 from phalanx.attacks import Attack, Insider, Mail
 from phalanx.attacks.aggregation import FalseComplaints, ShiftedAggregate
 from phalanx.attacks.base import change_body
-from phalanx.attacks.broadcast import Late
+from phalanx.attacks.broadcast import Late, LateSecondValue, is_own
 from phalanx.attacks.gradients import WrongGradient, flip
+from phalanx.attacks.justice import CopiedCommitment
 from phalanx.core import broadcast, checking, envelope, justice, membership, slowpath, step, verification
 from phalanx.core import messages as m
 from phalanx.core import peer as peers
 from phalanx.core.checking import cut
-from phalanx.core.config import KEPT_STEPS, AutomaticTau
-from phalanx.core.crypto import compute_commitment
-from phalanx.core.effects import Sign
-from phalanx.core.events import AttemptStarted, Halted, SlowPath, StepFinished
-from phalanx.core.membership import View, compute_batch_seed, compute_duties, draw_targets
-from phalanx.core.membership import decode_view, encode_view
+from phalanx.core.config import KEPT_STEPS, AutomaticTau, Tolerance
+from phalanx.core.crypto import Domain, compute_commitment
+from phalanx.core.effects import Delivery, Effect, Receive, Sign, Story
+from phalanx.core.envelope import open_body
+from phalanx.core.events import Halted, RunFinished, SlowPath, StepFinished
+from phalanx.core.membership import View, compute_batch_seed, compute_duties, decode_view, draw_targets, encode_view
 from phalanx.core.merkle import compute_root, hash_part
 from phalanx.core.messages import Message, Phase, Signed
 from phalanx.core.partition import compute_part_sizes
 from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
-from phalanx.core.verification import WIRE_TYPES, compute_report, prepare_gradient, projection_seeds, read_aggregate
-from phalanx.core.verification import read_part
+from phalanx.core.verification import (
+    WIRE_TYPES,
+    compute_report,
+    prepare_gradient,
+    projection_seeds,
+    read_aggregate,
+    read_part,
+)
 from phalanx.network import simulated
 from phalanx.simulation import checkers, machine
 from phalanx.simulation.checkers import Checker, Checkers, name
@@ -56,34 +63,39 @@ class Edit:
     old: str
     new: str
 
-    @contextmanager
-    def made(self) -> Iterator[None]:
-        function = inspect.unwrap(self.function)
-        assert isinstance(function, FunctionType)
-        sound, clear = function.__code__, getattr(self.function, "cache_clear", lambda: None)
-        function.__code__ = self._compile(function)
-        clear()
-        try:
-            yield
-        finally:
-            function.__code__ = sound
-            clear()
-
-    def _compile(self, function: FunctionType) -> CodeType:
-        source = textwrap.dedent(inspect.getsource(function))
-        where, found = f"{function.__module__}.{function.__qualname__}", source.count(self.old)
-        if found != 1:
-            raise LookupError(f"{where} has changed: expected once, found {found} times: {self.old!r}")
-        whole = compile(source.replace(self.old, self.new), f"<{where}, with a bug>", "exec")
-        return next(x for x in whole.co_consts if isinstance(x, CodeType) and x.co_name == function.__name__)
-
 
 @contextmanager
 def planted(edits: Iterable[Edit]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for edit in edits:
-            stack.enter_context(edit.made())
+    """Run with these edits, then without them again."""
+    sound: dict[FunctionType, CodeType] = {}
+    caches = []
+    try:
+        for function in dict.fromkeys(edit.function for edit in edits):
+            plain = inspect.unwrap(function)
+            assert isinstance(plain, FunctionType)
+            code = _compile(plain, [edit for edit in edits if edit.function is function])
+            sound[plain], plain.__code__ = plain.__code__, code
+            caches.append(getattr(function, "cache_clear", lambda: None))
+        for clear in caches:
+            clear()
         yield
+    finally:
+        for plain, code in sound.items():
+            plain.__code__ = code
+        for clear in caches:
+            clear()
+
+
+def _compile(function: FunctionType, edits: Iterable[Edit]) -> CodeType:
+    source = textwrap.dedent(inspect.getsource(function))
+    where = f"{function.__module__}.{function.__qualname__}"
+    for edit in edits:
+        found = source.count(edit.old)
+        if found != 1:
+            raise LookupError(f"{where} has changed: expected once, found {found} times: {edit.old!r}")
+        source = source.replace(edit.old, edit.new)
+    whole = compile(source, f"<{where}, with a bug>", "exec")
+    return next(x for x in whole.co_consts if isinstance(x, CodeType) and x.co_name == function.__name__)
 
 
 # ---- Attacks that some bugs need
@@ -106,7 +118,10 @@ class OtherAggregates(Attack):
     def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
         if isinstance(message, m.AggregateChunk):
             half = insider.honest[::2]
-            yield tuple(key for key in to if key in half), msgspec.structs.replace(message, data=bytes(len(message.data)))
+            yield (
+                tuple(key for key in to if key in half),
+                msgspec.structs.replace(message, data=bytes(len(message.data))),
+            )
             to = tuple(key for key in to if key not in half)
         yield to, message
 
@@ -115,14 +130,14 @@ class OtherAggregates(Attack):
 class SmallShift(ShiftedAggregate):
     """A shift that is large for V2, and small for a V2 that is too generous."""
 
-    shift: float = 0.3
+    shift: float = 0.1
 
 
 @dataclass(kw_only=True, eq=False)
 class LargeShift(ShiftedAggregate):
     """A shift that V3 sees even where V2 must be generous."""
 
-    shift: float = 8.0
+    shift: float = 3.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -158,9 +173,80 @@ class TwoComplaints(FalseComplaints):
 
 @dataclass(kw_only=True, eq=False)
 class Laggard(Late):
-    """Always a little too late, but never silent."""
+    """A little too late in some phases, so that everybody says so, but never silent."""
 
-    delay: float = 4.5
+    delay: float = 3.7
+    phases: Collection[Phase] = (Phase.REVEAL, Phase.CONFIRM)
+
+
+@dataclass(kw_only=True, eq=False)
+class LateButOne(Late):
+    """In time for all but one, who has to ask others; and it says that it misses somebody else."""
+
+    delay: float = 3.3
+    phases: Collection[Phase] = (Phase.REVEAL, Phase.CONFIRM)
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        if isinstance(message, Signed) and is_own(insider, message, self.phases):
+            to = tuple(key for key in to if key != insider.honest[0])
+            yield to, insider.seal_again(message, m.Timeout((insider.honest[1],), 0, None))
+        yield from super().on_message(insider, to, message)
+
+
+@dataclass(kw_only=True, eq=False)
+class Copycat(CopiedCommitment):
+    """Takes the time to hear what it copies: a commitment to a share, and then the share."""
+
+    def on_effect(self, insider: Insider, effect: Effect) -> Story:
+        kept: list[Delivery] = insider.notes.setdefault("kept", [])
+        if isinstance(effect, Receive) and kept:
+            return kept.pop(0)
+        if isinstance(effect, Sign) and isinstance(effect.body, m.Commit | m.Reveal):
+            until = insider.now + insider.config.delta
+            while insider.now < until:
+                kept.append((yield from self._receive(insider, Receive(until))))
+        return (yield from super().on_effect(insider, effect))
+
+
+@dataclass(kw_only=True, eq=False)
+class TwoConfirms(Attack):
+    """Two CONFIRMs that differ in who asks to join: nobody goes for either, but they have different roots."""
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        if isinstance(message, Signed) and is_own(insider, message, (Phase.CONFIRM,)):
+            half = insider.honest[::2]
+            body = msgspec.structs.replace(open_body(message), joins=(bytes(32),))
+            yield tuple(key for key in to if key in half), insider.seal_again(message, body)
+            to = tuple(key for key in to if key not in half)
+        yield to, message
+
+
+@dataclass(kw_only=True, eq=False)
+class LateToHalf(LateSecondValue):
+    """A second value that half of the honest members get at the last moment, or (``after``) past it."""
+
+    def on_slow_path(self, insider: Insider, event: SlowPath) -> None:
+        before = len(insider.outbox)
+        super().on_slow_path(insider, event)
+        half = insider.honest[::2]
+        insider.outbox[before:] = [(when, (half, mail[1])) for when, mail in insider.outbox[before:]]
+
+
+@dataclass(kw_only=True, eq=False)
+class TooLateToHalf(LateToHalf):
+    after: float = 2.0
+
+
+@dataclass(kw_only=True, eq=False)
+class NoTrials(Attack):
+    """On probation, and idle."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        return None if isinstance(sign.body, m.Trial) else sign
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        trial = isinstance(message, Signed) and message.domain is Domain.TRIAL
+        return () if trial else ((to, message),)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -196,8 +282,12 @@ class Justice(Checker):
         self.luck: dict[bytes, float] = {}
         self.wrong: dict[bytes, dict[int, float]] = {}
         """Who committed to, or reported, something wrong; in which steps; with which chance to be caught for it."""
+        self.trials: dict[bytes, set[int]] = {}
         self.left: dict[bytes, int] = {}
+        self.covered: set[int] = set()
+        """Parts of the step that somebody reports wrongly about."""
         self.done: set[int] = set()
+        self.end: View | None = None
         self.exact = self.swarm.setup.rounding == 0 and self.config.tolerance is None
 
     def on_view(self, key: bytes, before: View | None, view: View) -> None:
@@ -206,6 +296,8 @@ class Justice(Checker):
                 self.left.setdefault(who, view.step)
 
     def on_note(self, key: bytes, event: Any) -> None:
+        if isinstance(event, RunFinished):
+            self.end = event.view
         if not isinstance(event, StepFinished) or event.step in self.done or not self.exact:
             return
         peer = self.swarm.get_peer(key)
@@ -230,13 +322,16 @@ class Justice(Checker):
             read = read_aggregate(peer.aggregates.get((view.step, view.attempt, part), b""), size, dtype, config.cap)
             aggregates.append(torch.zeros(size, dtype=dtype) if read is None else read)
         duties, rows = compute_duties(config, view), {}
+        self.covered = set()
         honest = sum(self.swarm.is_honest(who) for who in view.roster)
         for who in duties.contributors:
             parts = self._compute_parts(peer, view, who)
             commit = transcript.phases[Phase.COMMIT][who].body
             true = compute_root([hash_part(part) for part in parts])
             if isinstance(commit, m.Commit) and commit.parts == true:
-                rows[who] = [read_part(data, size, dtype, config.cap)[0] for data, size in zip(parts, sizes, strict=True)]
+                rows[who] = [
+                    read_part(data, size, dtype, config.cap)[0] for data, size in zip(parts, sizes, strict=True)
+                ]
                 fine = self._check_report(transcript, after, who, rows[who], aggregates)
             else:
                 fine = False
@@ -245,6 +340,31 @@ class Justice(Checker):
                 self.wrong.setdefault(who, {})[view.step] = chance
         if len(rows) == len(duties.contributors):
             self._check_aggregates(view, after, rows, aggregates)
+        self._check_trials(peer, view, after)
+
+    def _check_trials(self, peer: Peer, view: View, after: View) -> None:
+        """What a probationer is credited with was said by it; if it was wrong, it does not go on for long."""
+        served = {candidate.key: candidate.served for candidate in after.candidates}
+        for candidate in view.candidates:
+            who = candidate.key
+            if who in after.banned or (who not in served and who not in after.roster):
+                continue
+            if view.step - 1 in self.trials.get(who, ()):
+                others = sum(other in self.swarm.byzantine for other in view.roster)
+                self._try_luck(view.step, who, others / len(view.roster))
+            if served.get(who, candidate.served + 1) > candidate.served:
+                said = [
+                    p.trials.get(view.height, {}).get(who)
+                    for key in self.swarm.honest
+                    if (p := self.swarm.get_peer(key))
+                ]
+                bodies = [letter.body for letter in said if letter is not None]
+                if not bodies:
+                    self.report(view.step, f"{name(who)} is credited with a step that it did not serve")
+                elif isinstance(bodies[0], m.Trial):
+                    true = compute_root([hash_part(part) for part in self._compute_parts(peer, view, who)])
+                    if bodies[0].parts != true:
+                        self.trials.setdefault(who, set()).add(view.step)
 
     def _compute_parts(self, peer: Peer, view: View, who: bytes) -> list[bytes]:
         seed = compute_batch_seed(self.config, view.randomness, view.step, who)
@@ -280,6 +400,7 @@ class Justice(Checker):
             if abs(said - true) <= 1e-6 * scale and not norms:
                 continue
             aggregator = view.roster[part]
+            self.covered.add(part)
             if who == aggregator or not self.swarm.is_honest(aggregator):
                 fine = False
             elif who not in after.banned and self.swarm.is_steady(aggregator, 60 * self.config.delta):
@@ -297,12 +418,14 @@ class Justice(Checker):
             clipped = differences * (view.tau / norms.clamp(min=view.tau))[:, None]
             off = float(clipped.sum(dim=0).norm())
             rounding = torch.finfo(dtype).eps * 1.03 * config.cap + 1e-7 * math.sqrt(len(aggregate))
-            eps = 8 * len(rows) * (1e-6 * view.tau + rounding)
+            bound = len(rows) * (1e-6 * view.tau + rounding)
             who = view.roster[part]
-            if who in after.roster and off > eps:
-                self._try_luck(view.step, who, min(1.0, eps / off) ** config.projections)
+            if who in after.roster and off > 2 * bound and part not in self.covered:
+                self._try_luck(view.step, who, min(1.0, 8 * bound / off) ** config.projections)
                 if 2 * int((norms > config.delta_max).sum()) > len(rows):
-                    self.report(view.step, f"the aggregate of {name(who)} is far from everybody's part and not balanced")
+                    self.report(
+                        view.step, f"the aggregate of {name(who)} is far from everybody's part and not balanced"
+                    )
 
     def _try_luck(self, step: int, who: bytes, chance: float) -> None:
         before = self.luck.get(who, 1.0)
@@ -311,8 +434,8 @@ class Justice(Checker):
             self.report(step, f"{name(who)} keeps attacking, and is not banned")
 
     def finish(self) -> None:
-        latest = self.all.latest
-        if latest is None or latest.step < self.config.steps:
+        latest = self.end
+        if latest is None:
             return
         for who, steps in self.wrong.items():
             left = self.left.get(who, latest.step)
@@ -356,7 +479,9 @@ class Bounds(Checker):
             fresh = sum(who in before.roster for who in set(view.banned) - set(before.banned))
             new = len(set(view.roster) - set(before.roster))
             if view.bound > max(0, before.bound - fresh) + new:
-                self.report(view.step, f"{fresh} members were banned, and the bound went from {before.bound} to {view.bound}")
+                self.report(
+                    view.step, f"{fresh} members were banned, and the bound went from {before.bound} to {view.bound}"
+                )
 
 
 class Disputes(Checker):
@@ -367,16 +492,23 @@ class Disputes(Checker):
     def __init__(self, all_of_them: Checkers) -> None:
         super().__init__(all_of_them)
         self.seen: set[tuple[int, int, int]] = set()
-        setup = self.swarm.setup
-        self.limit = 2 * self.config.strikes * (len(setup.attackers) + setup.joiners + 2)
+
+    def on_view(self, key: bytes, before: View | None, view: View) -> None:
+        quiet = all(self.swarm.is_steady(who, 60 * self.config.delta) for who in self.swarm.honest)
+        again = before is not None and before.step == view.step and before.attempt < view.attempt
+        if quiet and again and before is not None and before.roster == view.roster and view.step < self.config.steps:
+            self.report(view.step, "an attempt failed, and nobody had to go")
 
     def on_note(self, key: bytes, event: Any) -> None:
-        quiet = math.isinf(self.swarm.delta_broken) and self.swarm.delta_broken < 0
+        quiet = all(self.swarm.is_steady(who, 60 * self.config.delta) for who in self.swarm.honest)
         if isinstance(event, SlowPath) and quiet:
             self.seen.add((event.step, event.attempt, event.height))
-            if len(self.seen) == self.limit + 1:
-                self.report(event.step, f"more than {self.limit} slow paths")
-        elif isinstance(event, Halted) and quiet and all(map(self.swarm.is_up, self.swarm.honest)):
+            setup, latest = self.swarm.setup, self.all.latest
+            removed = sum(count.count for count in latest.absences) if latest is not None else 0
+            limit = 2 * self.config.strikes * (len(setup.attackers) + setup.joiners + removed + 2)
+            if len(self.seen) > limit:
+                self.report(event.step, f"{len(self.seen)} slow paths")
+        elif isinstance(event, Halted) and quiet:
             self.report(event.step, f"{name(key)} halted at height {event.height}, and delta holds")
 
 
@@ -396,7 +528,7 @@ class Draws(Checker):
         if before is None or peer is None:
             return
         for (at, _), transcript in peer.transcripts.items():
-            if at == before.step and transcript.randomness is not None:
+            if at == before.step and transcript.randomness is not None and Phase.REPORT in transcript.phases:
                 contributors = compute_duties(self.config, transcript.view).contributors
                 count = self.config.validators
                 self.drawn.setdefault(at, set()).update(draw_targets(transcript.randomness, contributors, count))
@@ -420,19 +552,603 @@ class Draws(Checker):
                 self.report(view.step, f"tau went from {before.tau:.3g} to {view.tau:.3g} in one step")
 
 
+class Endings(Checker):
+    """All honest peers that come to the end come to the same one."""
+
+    rule = "one end"
+
+    def __init__(self, all_of_them: Checkers) -> None:
+        super().__init__(all_of_them)
+        self.end: View | None = None
+
+    def on_note(self, key: bytes, event: Any) -> None:
+        if isinstance(event, RunFinished):
+            self.end = self.end or event.view
+            if event.view != self.end:
+                self.report(event.view.step, f"{name(key)} comes to another end than others")
+
+
 class Places(Checker):
     """What an honest peer signs says in which run it does, and shares are not shown before AGGREGATE is complete."""
 
     rule = "places"
 
     def on_sign(self, key: bytes, domain: Any, payload: bytes) -> None:
-        run, height, at, attempt, phase, *_ = msgspec.msgpack.decode(payload)
+        run, _, at, _, phase, *_ = msgspec.msgpack.decode(payload)
         if run != self.config.run:
             self.report(at, f"{name(key)} signed something that is good in any run")
         peer = self.swarm.get_peer(key)
-        if domain is checkers.Domain.AGREED and phase == Phase.REVEAL and peer is not None:
-            if not {Phase.AGGREGATE, Phase.AGGREGATE_AGAIN} & set(peer.transcript.phases):
-                self.report(at, f"{name(key)} shows its share before the aggregates are fixed")
+        known = set(peer.transcript.phases) if peer is not None else {Phase.AGGREGATE}
+        if domain is Domain.AGREED and phase == Phase.REVEAL and not known & {Phase.AGGREGATE, Phase.AGGREGATE_AGAIN}:
+            self.report(at, f"{name(key)} shows its share before the aggregates are fixed")
 
 
-MORE: tuple[type[Checker], ...] = (Justice, Accusers, Bounds, Disputes, Draws, Places)
+MORE: tuple[type[Checker], ...] = (Justice, Accusers, Bounds, Disputes, Draws, Endings, Places)
+
+
+# ---- Runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A seed's scenario, as ``phalanx fuzz`` draws it; or, with ``attackers``, quiet links and only these attackers."""
+
+    seed: int = 0
+    peers: int | None = None
+    steps: int | None = None
+    attack: str | None = None
+    attackers: tuple[str, ...] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    joiners: int = 0
+    rounding: float = 0.0
+    latency: tuple[float, float] = (0.05, 0.5)
+
+    def make(self) -> Scenario:
+        scenario = draw_scenario(self.seed, self.peers, self.steps, self.attack)
+        if self.attackers is None:
+            return scenario
+        byzantine = sum(bool(text) for text in self.attackers)
+        settings = {**scenario.settings, **QUIET, "byzantine": byzantine, **self.settings}
+        attacks = {at: tuple(text.split("+")) for at, text in enumerate(self.attackers) if text}
+        links = {"delta": 0.9, "low": self.latency[0], "high": self.latency[1]}
+        return replace(
+            scenario,
+            settings=settings,
+            attacks=attacks,
+            links=links,
+            skews={},
+            faults=self.faults,
+            wire=False,
+            joiners=self.joiners,
+            rounding=self.rounding,
+            compute_time=0.5,
+            ideal=True,
+        )
+
+
+QUIET: dict[str, Any] = {
+    "validators": 1,
+    "outages": 0,
+    "size": 64,
+    "wire": "float32",
+    "tau": 1.0,
+    "projections": 1,
+    "delta": 1.0,
+    "gradient_time": 1.0,
+    "transfer_time": 1.0,
+    "partition_safe": False,
+    "tolerance": None,
+    "probation": 5,
+}
+
+
+class _Enough(Exception):  # noqa: N818
+    """Something was found: there is no need to go on."""
+
+
+def find_violation(run: Run) -> str | None:
+    """The first thing that a checker says of a run, the new ones included."""
+    known, report, found = checkers.ALL, Checkers.report, []
+
+    def stop(self: Checkers, rule: str, step: int, text: str) -> None:
+        found.append(f"{rule}: {text}")
+        raise _Enough
+
+    checkers.ALL, Checkers.report = (*known, *MORE), stop  # type: ignore[method-assign]
+    try:
+        result = run_scenario(run.make(), trace=False)
+        assert not result.attack_failures, result.attack_failures
+    except _Enough:
+        pass
+    finally:
+        checkers.ALL, Checkers.report = known, report  # type: ignore[method-assign]
+    return found[0] if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    edits: tuple[Edit, ...]
+    run: Run
+
+
+HERE = __file__
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(name: str, *edits: tuple[Callable[..., Any], str, str], **run: Any) -> None:
+    BUGS[name] = Bug(edits=tuple(Edit(*edit) for edit in edits), run=Run(**run))
+
+
+# Agreed broadcast
+
+bug(
+    "slow path on bound timeouts",
+    (slowpath.is_valid_alarm, "for x in late.values()) > view.bound for", "for x in late.values()) >= view.bound for"),
+    (broadcast._gather_timeouts, "len(timeouts) <= epoch.view.bound", "len(timeouts) < epoch.view.bound"),
+    peers=5,
+    steps=4,
+    attackers=("premature_timeouts",),
+)
+bug(
+    "timeouts that miss different members are added up",
+    (
+        slowpath.is_valid_alarm,
+        "any(sum(misses(x, key) for x in late.values()) > view.bound for key in view.roster)",
+        "len(late) > view.bound",
+    ),
+    peers=5,
+    steps=11,
+    attackers=(f"{HERE}:LateButOne",),
+    latency=(0.5, 0.55),
+)
+bug(
+    "one round too few",
+    (broadcast._exchange_items, "end = start + (view.bound + 1) * length", "end = start + view.bound * length"),
+    peers=6,
+    steps=3,
+    attackers=(f"{HERE}:LateToHalf+votes_to_some", "silent_aggregate+votes_to_some"),
+    latency=(0.5, 0.55),
+)
+bug(
+    "one value of a slot is relayed",
+    (
+        broadcast._Exchange.offer,
+        "first.message.sender in roster and page.add(first)",
+        "first.message.sender in roster and first.message.sender not in page.letters and page.add(first)",
+    ),
+    peers=5,
+    steps=4,
+    attackers=("equivocate_commit",),
+)
+bug(
+    "endorsements are not counted",
+    (broadcast._accept, "< number:", "< 1:"),
+    peers=6,
+    steps=3,
+    attackers=(f"{HERE}:TooLateToHalf+votes_to_some", "silent_aggregate+votes_to_some"),
+    latency=(0.5, 0.55),
+)
+bug(
+    "half is a quorum",
+    (membership.compute_quorum, "else n // 2 + 1", "else n // 2"),
+    peers=4,
+    steps=6,
+    attackers=(),
+    settings={"byzantine": 0},
+    faults=(Fault(1, 0.5, "split", (0, 1), 80.0),),
+)
+bug(
+    "a differing root is ignored",
+    (broadcast._find_difference, "letter.message.previous != peer.root", "False"),
+    peers=5,
+    steps=4,
+    attackers=("equivocate_commit",),
+)
+bug(
+    "strikes are never counted",
+    (membership.remove_members, "strikes=_count(view.strikes, changes.late, gone)", "strikes=view.strikes"),
+    peers=5,
+    steps=11,
+    attackers=(f"{HERE}:Laggard",),
+    latency=(0.5, 0.55),
+)
+bug(
+    "silence is banned",
+    (slowpath.resolve, "banned = double |", "banned = {key for key in roster if key not in here.letters} | double |"),
+    peers=5,
+    steps=4,
+    attackers=("silent_commit",),
+)
+bug(
+    "equivocators are only removed",
+    (slowpath.resolve, "banned = double | {key for key in roster if key in beyond.seconds}", "banned = set()"),
+    peers=5,
+    steps=4,
+    attackers=("equivocate_commit",),
+)
+bug(
+    "messages are not journaled",
+    (simulated.Disk.sign, "if height in journal:", "if False:"),
+    (simulated.Disk.sign, "if height < self.floor:", "if False:"),
+    peers=5,
+    steps=4,
+    attackers=(),
+    joiners=1,
+    settings={"outages": 1},
+    faults=(Fault(1, 0.5, "join", (5,)), Fault(1, 3.75, "crash", (0,), 0.1, 0.0)),
+)
+bug(
+    "the share is drawn anew after a crash",
+    (
+        simulated.Disk.draw_secret,
+        'place = height.to_bytes(8, "little")',
+        'place = (height + 1000 * len(self.journal)).to_bytes(8, "little")',
+    ),
+    peers=5,
+    steps=3,
+    attackers=(),
+    settings={"outages": 1},
+    faults=(Fault(1, 0.25, "crash", (0,), 0.1, 0.0),),
+)
+bug(
+    "the step is final before it is settled",
+    (step.run_peer, "if not riding:", "if True:"),
+    peers=5,
+    steps=4,
+    attackers=(f"{HERE}:TwoConfirms",),
+)
+bug(
+    "bans and removals before SEAL",
+    (step.conclude, "yield from seal(peer, Phase.SEAL, m.Seal(view.digest), view)", "pass"),
+    peers=5,
+    steps=8,
+    attack="equivocate_confirm",
+)
+bug(
+    "a retry has the number of the attempt before",
+    (membership.retry_step, "attempt=view.attempt + 1", "attempt=view.attempt"),
+    peers=5,
+    steps=4,
+    attackers=("silent_report",),
+)
+bug(
+    "signatures do not cover the height",
+    (envelope._content, "message.height", "0"),
+    peers=5,
+    steps=4,
+    attackers=("replay",),
+)
+bug("signatures do not cover the run", (envelope._content, "message.run", 'b""'), peers=5, steps=2, attackers=())
+
+# Randomness and duties
+
+bug(
+    "the share's owner is not in its commitment",
+    (compute_commitment, "place, owner, share", "place, share"),
+    peers=5,
+    steps=3,
+    attackers=(f"{HERE}:Copycat",),
+)
+bug(
+    "E2: shares are not checked",
+    (justice.find_offenders, "if opened != commit.body.share:", "if False:"),
+    peers=5,
+    steps=4,
+    attackers=("wrong_reveal",),
+)
+bug(
+    "REVEAL before AGGREGATE is complete",
+    (
+        step.run_attempt,
+        "yield from scatter(peer, own)",
+        "yield from scatter(peer, own)\n"
+        "    place = (peer.level + 2, view.step, view.attempt, Phase.REVEAL, peer.root)\n"
+        "    yield Broadcast(peer.others, (yield Sign(*place, m.Reveal(share, salt))))",
+    ),
+    peers=5,
+    steps=2,
+    attackers=(),
+)
+bug(
+    "targets from randomness that is known at COMMIT",
+    (
+        justice.note_progress,
+        "draw_targets(transcript.randomness, contributors, count)",
+        "draw_targets(view.randomness, contributors, count)",
+    ),
+    peers=5,
+    steps=6,
+    attackers=(f"{HERE}:Foresight",),
+)
+bug(
+    "a retry draws other targets",
+    (membership.note_targets, "dict.fromkeys((*view.carried, *targets))", "dict.fromkeys(targets)"),
+    peers=7,
+    steps=6,
+    attackers=("wrong_aggregate@1", "wrong_aggregate@2"),
+)
+bug(
+    "duties from a seed that never changes",
+    (membership.finish_step, "order=_draw_order(randomness, roster)", "order=_draw_order(config.seed, roster)"),
+    peers=5,
+    steps=20,
+    attackers=("honest",),
+)
+
+# Parts, aggregates, reports
+
+bug(
+    "Merkle paths are not checked",
+    (
+        peers.Peer.get_part,
+        "if not verify_path(root, len(transcript.view.roster), part, hash_part(data), path):",
+        "if False:",
+    ),
+    peers=5,
+    steps=3,
+    attackers=(f"{HERE}:OtherParts",),
+)
+bug(
+    "the hash of aggregates is not checked",
+    (peers.Peer.has_aggregate, "if hash_part(data) != letter.body.result:", "if False:"),
+    peers=5,
+    steps=3,
+    attackers=(f"{HERE}:OtherAggregates",),
+)
+bug(
+    "parts that are no numbers are taken as they are",
+    (
+        verification.read_part,
+        "return torch.zeros(size, dtype=dtype), False",
+        "return (torch.zeros(size, dtype=dtype) if part is None else part), False",
+    ),
+    peers=5,
+    steps=3,
+    attackers=("nonfinite_parts",),
+)
+bug(
+    "aggregates may be no numbers",
+    (verification.read_aggregate, "if aggregate is None or not _is_within(aggregate, limit):", "if aggregate is None:"),
+    peers=5,
+    steps=3,
+    attackers=("nonfinite_aggregate",),
+)
+bug(
+    "an aggregate that bound members hold counts as sent",
+    (justice.decide_aggregates, "<= view.bound", "< view.bound"),
+    peers=7,
+    steps=3,
+    attackers=("withheld_aggregate", "withheld_aggregate"),
+)
+bug(
+    "bound members can deny an opening",
+    (justice.find_unopened, "if count > view.bound:", "if count >= view.bound:"),
+    peers=7,
+    steps=3,
+    attackers=(f"{HERE}:Unopened", f"{HERE}:Unopened"),
+)
+bug(
+    "indices of others are not checked",
+    (justice._fits, "return known and not body.unopened", "return not body.unopened"),
+    peers=5,
+    steps=3,
+    attackers=("out_of_range",),
+)
+bug(
+    "V1: nobody accuses",
+    (
+        step.check_reports,
+        "if not all(\n            is_same_report",
+        "if False and not all(\n            is_same_report",
+    ),
+    peers=5,
+    steps=3,
+    attackers=("false_report",),
+)
+bug(
+    "V1: corrections are not applied",
+    (
+        justice._decide_sums,
+        "column |= {key: fixed[place] for (key, at), fixed in decision.corrections.items() if at == part}",
+        "pass",
+    ),
+    peers=5,
+    steps=3,
+    attackers=("false_report",),
+)
+bug(
+    "V2: one sign only",
+    (justice._decide_sums, "if not abs(total) <= eps:", "if not total <= eps:"),
+    peers=5,
+    steps=3,
+    attackers=("wrong_aggregate",),
+)
+bug(
+    "V2: a bound a thousand times too large",
+    (verification.sum_bound, "return _SIGMAS", "return 1000 * _SIGMAS"),
+    peers=5,
+    steps=6,
+    seed=2,
+    attackers=(f"{HERE}:SmallShift",),
+    settings={"tau": 4.0},
+)
+bug(
+    "V3: never",
+    (justice.find_distant, "if 2 * sum(", "if False and 2 * sum("),
+    peers=5,
+    steps=3,
+    attackers=(f"{HERE}:LargeShift",),
+    settings={"wire": "bfloat16", "delta_max": 8.0, "cap": 20.0},
+)
+bug(
+    "V4: reports are not checked",
+    (
+        checking.check_commit,
+        "return (Verdict.GUILTY if wrong else Verdict.INNOCENT), wrong",
+        "return Verdict.INNOCENT, ()",
+    ),
+    peers=5,
+    steps=3,
+    seed=4,
+    attackers=("covered_aggregate",),
+)
+bug(
+    "V4: gradients are not checked",
+    (checking.check_commit, "if compute_root([hash_part(part) for part in mine]) != root:", "if False:"),
+    peers=5,
+    steps=3,
+    seed=2,
+    attackers=("wrong_gradient",),
+)
+
+# Justice
+
+bug(
+    "a majority of those who saw something",
+    (justice._tally, "> len(voters)", "> counts[Verdict.GUILTY] + counts[Verdict.INNOCENT]"),
+    peers=7,
+    steps=4,
+    attackers=("false_accusation_gradient", "shielding_votes"),
+    settings={"tolerance": Tolerance(1e-4, 1e-2)},
+    rounding=1e-3,
+)
+bug(
+    "whoever is accused is guilty",
+    (
+        justice._decide_votes,
+        "verdicts[case.digest] = _tally(transcript, case.digest, voters)",
+        "verdicts[case.digest] = Verdict.GUILTY",
+    ),
+    peers=5,
+    steps=3,
+    attackers=("false_accusation_report",),
+)
+bug(
+    "a false accusation has no price",
+    (justice._decide_votes, "if verdicts[digest] is Verdict.INNOCENT:", "if False:"),
+    peers=5,
+    steps=3,
+    attackers=("false_accusation_gradient",),
+)
+bug(
+    "those who left are not checked",
+    (membership.remove_members, "for key in leaving if key in attempt.contributors}", "for key in ()}"),
+    peers=5,
+    steps=8,
+    attackers=("hit_and_leave",),
+)
+bug(
+    "the last step is not checked",
+    (membership.finish_step, "if step >= config.steps:", "if False:"),
+    peers=7,
+    steps=2,
+    attackers=("wrong_gradient", "wrong_gradient"),
+)
+bug(
+    "elimination takes several along",
+    (justice._decide_complaints, "and not pair & gone", ""),
+    peers=7,
+    steps=9,
+    attackers=(f"{HERE}:TwoComplaints", "honest"),
+)
+bug(
+    "a ban does not lower the bound",
+    (membership.remove_members, "bound=max(0, view.bound - len(fresh))", "bound=view.bound"),
+    peers=5,
+    steps=3,
+    attackers=("wrong_reveal",),
+)
+bug(
+    "a removal lowers the bound",
+    (membership.remove_members, "fresh = [key for key in changes.banned", "fresh = [key for key in changes.out"),
+    peers=7,
+    steps=6,
+    attackers=("silent", "honest"),
+    settings={"outages": 1},
+    faults=(Fault(1, 0.5, "crash", (5,), 60.0),),
+)
+
+# Membership
+
+bug(
+    "banned keys may come back",
+    (membership._advance_candidates, "taken = {*view.roster, *view.banned,", "taken = {*view.roster,"),
+    (
+        peers.Peer._take_join,
+        "if key in self.joins or key in view.roster or key in view.banned:",
+        "if key in self.joins or key in view.roster:",
+    ),
+    (step.make_confirm, "known = {*view.roster, *view.banned,", "known = {*view.roster,"),
+    (step.key_may_ask, "peer.key not in view.banned and ", ""),
+    peers=5,
+    steps=6,
+    attackers=("wrong_reveal",),
+)
+bug(
+    "one step of probation is enough",
+    (membership._advance_candidates, "if candidate.served >= candidate.term:", "if candidate.served >= 1:"),
+    peers=5,
+    steps=8,
+    attackers=(),
+    joiners=1,
+    settings={"byzantine": 1},
+    faults=(Fault(1, 0.5, "join", (5,)),),
+)
+bug(
+    "steps of probation count that nobody saw",
+    (
+        membership._advance_candidates,
+        "served=candidate.served + (candidate.key in served)",
+        "served=candidate.served + 1",
+    ),
+    peers=5,
+    steps=9,
+    attackers=("", "", "", "", "", f"{HERE}:NoTrials"),
+    joiners=1,
+    settings={"byzantine": 1},
+    faults=(Fault(1, 0.5, "join", (5,)),),
+)
+bug(
+    "probationers are not checked",
+    (membership.finish_step, "for _ in range(config.probation_checks)", "for _ in ()"),
+    peers=5,
+    steps=10,
+    attackers=("", "", "", "", "", "wrong_gradient"),
+    joiners=1,
+    settings={"byzantine": 1},
+    faults=(Fault(1, 0.5, "join", (5,)),),
+)
+bug(
+    "one signature certifies a view",
+    (peers.is_certified, "enough = max(len(before.roster) - before.bound, quorum)", "enough = 1"),
+    peers=5,
+    steps=8,
+    attackers=(f"{HERE}:ForgedChain",),
+    joiners=1,
+    faults=(Fault(2, 0.5, "join", (5,)),),
+)
+bug(
+    "a state is taken unseen",
+    (machine.Bowl.adopt_state, "if state is None or compute_state_digest(state) != digest:", "if state is None:"),
+    peers=5,
+    steps=5,
+    seed=1,
+    attackers=("wrong_state",),
+    joiners=1,
+    faults=(Fault(2, 0.5, "join", (5,)),),
+)
+bug(
+    "tau moves as fast as it likes",
+    (
+        membership._move_tau,
+        "tau = min(max(aim, view.tau / auto.step_factor), view.tau * auto.step_factor)",
+        "tau = aim",
+    ),
+    peers=5,
+    steps=3,
+    attackers=("honest",),
+    settings={"tau": AutomaticTau(2.0, 50.0, 0.01, 100.0)},
+)

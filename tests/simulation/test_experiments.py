@@ -35,7 +35,7 @@ def test_a_cheat_lasts_as_long_as_predicted() -> None:
     """The mean is within four standard errors of 1 / p."""
     conviction = load("experiments/conviction.py")
     n, b, m = conviction.SETTINGS[0]
-    steps = [conviction.run_once((n, b, m, 1.0, False, seed)) for seed in range(24)]
+    steps = [conviction.run_once((n, b, m, 1.0, False, seed)) for seed in range(10)]
     assert None not in steps
     error = stdev(steps) / math.sqrt(len(steps))
     assert abs(mean(steps) - conviction.predict(n, b, m, 1.0)) <= 4 * error
@@ -101,9 +101,9 @@ def test_computed_chunks_are_those_that_are_sent(traffic: ModuleType) -> None:
 
 
 def test_agreed_messages_do_not_depend_on_the_size(traffic: ModuleType) -> None:
-    found = [traffic.drop_chunks(traffic.run_case(traffic.Case(16, 7, size)).frames) for size in (640, 12_800)]
+    found = [traffic.select_agreed(traffic.run_case(traffic.Case(16, 7, size)).frames) for size in (640, 12_800)]
     assert found[0] == found[1]
-    assert {"COMMIT", "AGGREGATE", "REVEAL", "REPORT", "CONFIRM"} <= set(found[0])
+    assert set(found[0]) == {"COMMIT", "AGGREGATE", "REVEAL", "REPORT", "CONFIRM"}
 
 
 def test_the_protocol_adds_little_to_a_butterfly(traffic: ModuleType) -> None:
@@ -118,7 +118,7 @@ def test_traffic_that_does_not_fit_is_not_extended(traffic: ModuleType) -> None:
     case = traffic.Case(4, 1, 64)
     measured = traffic.run_case(case)
     measured.frames["partchunk"] += 1
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="chunks"):
         traffic.extend(case, measured, traffic.Case(4, 1, 6400))
 
 

@@ -91,8 +91,10 @@ def find_offenders(config: Config, transcript: Transcript, phase: Phase) -> Deci
         message, body = letter.message, letter.body
         labels = (message.step, message.attempt, message.phase) == (view.step, view.attempt, phase)
         if not labels or body is None or not _fits(config, transcript, duties.contributors, index, key, letter):
-            offence = Offence(Rule.MALFORMED, view.step, f"a {phase.name} that says what it may not", (message,))
-            decision.ban(key, offence)
+            # What is said again is measured by what was said before.
+            said = (transcript.phases[Phase.AGGREGATE][key].message,) if phase is Phase.AGGREGATE_AGAIN else ()
+            reason = f"a {phase.name} that says what it may not"
+            decision.ban(key, Offence(Rule.MALFORMED, view.step, reason, (message, *said)))
         elif isinstance(body, m.Commit) and (body.view != view.digest or message.previous != view.previous):
             decision.remove(key, "starts from another view")
         elif isinstance(body, m.Reveal):

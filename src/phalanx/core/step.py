@@ -500,7 +500,7 @@ def conclude(peer: Peer, state: bytes) -> Story:
     if not is_changed(peer.view, view):
         return view, True
     view = msgspec.structs.replace(view, height=peer.level + 2)
-    transcript.offences = decision.banned
+    transcript.offences, transcript.removals = decision.banned, decision.removed
     if peer.member and decision.state is not None and decision.state != state:
         yield Note(Diverged(peer.view.step))
     yield from seal(peer, Phase.SEAL, m.Seal(view.digest), view)
@@ -528,7 +528,7 @@ def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
 def abort(peer: Peer, decision: Decision) -> Story:
     """End this attempt together, without the culprits."""
     view = make_retry(peer.config, peer.transcript, decision, peer.level + 2, peer.root)
-    peer.transcript.offences = decision.banned
+    peer.transcript.offences, peer.transcript.removals = decision.banned, decision.removed
     culprits = tuple(sorted((*decision.banned, *decision.removed)))
     yield from seal(peer, Phase.ABORT, m.Abort(culprits, view.digest), view)
     yield from announce(peer, decision)
@@ -566,7 +566,7 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
         if any(case.accusers and is_received(closed, case) and case.digest not in peer.cases for case in agenda):
             return None
         decision = decide(config, closed, agenda, peer.cases)
-        transcript.offences = decision.banned
+        transcript.offences, transcript.removals = decision.banned, decision.removed
         concluded = make_next(config, closed, decision, height + 1, bytes(32))
     return follow_resolution(config, transcript, height, resolution, concluded)
 
@@ -633,7 +633,7 @@ def announce_lost(peer: Peer, lost: Lost) -> Story:
         offence = epoch.offences.get(key) or find_equivocation(peer, epoch, key, lost)
         yield Note(Banned(key, offence.rule, offence.step, view.step, offence.reason, offence.evidence, offence.case))
     for key in sorted(set(epoch.view.roster) - set(view.roster) - set(view.banned)):
-        yield Note(Removed(key, view.step, "silent, late or astray"))
+        yield Note(Removed(key, view.step, epoch.removals.get(key, "silent, late or astray")))
 
 
 def find_equivocation(peer: Peer, epoch: Transcript, key: bytes, lost: Lost) -> Offence:

@@ -66,6 +66,8 @@ class Transcript:
     """The view that SEAL or ABORT, once complete, leads to."""
     offences: dict[bytes, Any] = field(default_factory=dict)
     """Why that view bans whom it bans (``justice.Offence``)."""
+    removals: dict[bytes, str] = field(default_factory=dict)
+    """Why it removes whom it removes."""
     outcomes: dict[bytes, View] = field(default_factory=dict)
     """Views that a slow path of this attempt may lead to, by their digests."""
     settled: set[int] = field(default_factory=set)

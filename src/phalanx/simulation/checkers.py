@@ -19,7 +19,7 @@ from phalanx.core.codec import decode_body
 from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.envelope import Examiner
-from phalanx.core.events import AttemptStarted, Banned, Diverged, Removed, StepFinished, Synced
+from phalanx.core.events import AttemptStarted, Banned, Diverged, Jumped, Removed, StepFinished, Synced
 from phalanx.core.justice import find_offenders
 from phalanx.core.membership import View, compute_duties, compute_quorum
 from phalanx.core.merkle import hash_part, verify_path
@@ -245,6 +245,7 @@ class Removals(Checker):
     def __init__(self, all_of_them: Checkers) -> None:
         super().__init__(all_of_them)
         self.reasons: dict[tuple[bytes, bytes], str] = {}
+        self.jumped: set[bytes] = set()
         self.eliminated: set[bytes] = set()
         config = self.config
         rounds = 2 * (config.byzantine + 2)
@@ -253,9 +254,12 @@ class Removals(Checker):
     def on_note(self, key: bytes, event: Any) -> None:
         if isinstance(event, Removed):
             self.reasons[key, event.key] = event.reason
+        elif isinstance(event, Jumped):
+            self.jumped.add(key)
 
     def on_view(self, key: bytes, before: View | None, view: View) -> None:
-        if before is None:
+        if before is None or key in self.jumped:  # who was not there cannot tell; those who were do
+            self.jumped.discard(key)
             return
         gone = [who for who in before.roster if who not in view.roster and who not in view.banned]
         reasons = {who: self.reasons.get((key, who), "without a word") for who in gone}

@@ -1,0 +1,34 @@
+"""Whoever plants a bug in the core is found out by the checkers; the same runs are clean without it."""
+
+from __future__ import annotations
+
+import pytest
+from planted_bugs import BUGS, Edit, find_violation, planted
+
+from phalanx.core.membership import compute_quorum
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_seen(name: str) -> None:
+    bug = BUGS[name]
+    with planted(bug.edits):
+        assert find_violation(bug.run) is not None, "no checker noticed"
+    assert find_violation(bug.run) is None, "the run is not clean without the bug"
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(BUGS) >= 30
+    assert len({edit.function for bug in BUGS.values() for edit in bug.edits}) >= 30, "in many places"
+
+
+def test_a_bug_says_when_the_code_has_changed() -> None:
+    edit = Edit(compute_quorum, "something that is not there", "")
+    with pytest.raises(LookupError, match=r"membership\.compute_quorum has changed"), planted((edit,)):
+        pass
+
+
+def test_a_bug_is_taken_out_again() -> None:
+    sound = compute_quorum.__code__
+    with planted(BUGS["half is a quorum"].edits):
+        assert compute_quorum.__code__ is not sound
+    assert compute_quorum.__code__ is sound
