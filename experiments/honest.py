@@ -5,9 +5,9 @@
 Swarms of 4 to 16 peers until so many steps times peers are done; every run has its own links (jitter up to all of
 ``delta``, loss, duplicates, messages that overtake one another), clocks that run apart, wire type and clipping radius.
 ``--tolerant``: every platform computes with relative errors of 1e-6 of its own, and gradients are compared with
-tolerances of 1e-4 and 1e-2; without it, recomputation is exact. Prints totals, and the seeds (hence the number of
-peers, which go round) of runs in which something happened. Exit 1 if anybody was banned, removed, diverged or did not
-come to the end with the same state as all others; slow paths and jumps to a later view are allowed, and counted.
+tolerances of 1e-4 and 1e-2; without it, recomputation is exact. Prints totals, and the seeds of runs in which something
+happened: ``--peer-steps 1 --seed N`` is that run alone. Exit 1 if anybody was banned, removed, diverged or did not come
+to the end with the same state as all others; slow paths and jumps to a later view are allowed, and counted.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run_once(job: tuple[int, int, bool]) -> Result:
 
 def run(peer_steps: int, tolerant: bool, jobs: int, seed: int = 0) -> dict[str, Any]:
     count = -(-peer_steps // PEER_STEPS)
-    tasks = [(SIZES[number % len(SIZES)], seed + number, tolerant) for number in range(count)]
+    tasks = [(SIZES[number % len(SIZES)], number, tolerant) for number in range(seed, seed + count)]
     if jobs == 1:
         results = list(map(run_once, tasks))
     else:

@@ -80,11 +80,14 @@ def test_honest_peers_have_nothing_to_fear(tolerant: bool, monkeypatch: pytest.M
 
 
 def test_rounding_that_is_not_tolerated_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same peers without tolerance ban one another: the experiment can fail."""
+    """One step of the same peers without tolerance, and they ban one another: the experiment can fail."""
     honest = load("experiments/honest.py")
-    monkeypatch.setattr(honest, "PEER_STEPS", 80)
+    monkeypatch.setattr(honest, "PEER_STEPS", 1)
     monkeypatch.setattr(honest, "TOLERANCE", None)
-    assert not honest.is_fine(honest.run(80, True, jobs=1, seed=0))
+    monkeypatch.setattr(honest, "ROUNDING", 1e-2)  # more than any wire type rounds away
+    results = honest.run(1, True, jobs=1, seed=4)
+    assert results["Banned"]
+    assert not honest.is_fine(results)
 
 
 # ---- Traffic

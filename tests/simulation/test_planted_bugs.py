@@ -22,8 +22,16 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_a_bug_says_when_the_code_has_changed() -> None:
-    edit = Edit(compute_quorum, "something that is not there", "")
+    edit = Edit("compute_quorum", "something that is not there", "")
     with pytest.raises(LookupError, match=r"membership\.compute_quorum has changed"), planted((edit,)):
+        pass
+
+
+def test_a_bug_says_when_its_place_is_gone() -> None:
+    with (
+        pytest.raises(LookupError, match="one function compute_nothing, found 0"),
+        planted((Edit("compute_nothing", "", ""),)),
+    ):
         pass
 
 

@@ -45,7 +45,8 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
     # What stands before the first COMMIT of a sealed view is certified: a wrong root there is the sender's own affair.
     checked = height > view.height or peer.riding
     complaint: Signed | None = None
-    hurried = again = -math.inf
+    hurried = again = enough = -math.inf
+    arrivals = peer.arrivals
     pull_at = peer.entered + delta + work if peer.member else peer.time
     while True:
         wrong = _find_difference(peer, page) if checked and page.roots != {peer.root} else None
@@ -56,8 +57,11 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
                 continue
         elif len(page.letters) >= len(view.roster) and all(key in page.letters for key in view.roster):
             break
-        if hurried < peer.entered and height + 1 in peer.pages:  # somebody is ahead, and has what is missing
+        if hurried < peer.entered and _is_anybody_ahead(peer, height, arrivals):
             pull_at = hurried = peer.time
+        elif enough < peer.entered and len(page.letters) >= len(view.roster) - view.bound:
+            enough = peer.time  # all honest messages may be here: what is missing is kept back
+            pull_at = min(pull_at, peer.time + delta)
         if peer.time >= pull_at:
             yield from _pull(peer, height)
             pull_at = peer.time + delta
@@ -74,14 +78,22 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
         wake = min(pull_at, deadline) if peer.member else pull_at
         while True:  # most messages change nothing but a count
             yield from peer.listen(wake)
-            news = len(page.letters) >= len(view.roster) or len(page.roots) > 1 or page.roots != {peer.root}
-            if news or peer.time >= wake or (hurried < peer.entered and height + 1 in peer.pages):
+            count = len(page.letters)
+            news = count >= len(view.roster) or page.roots != {peer.root}
+            if news or peer.time >= wake or (hurried < peer.entered and _is_anybody_ahead(peer, height, arrivals)):
+                break
+            if enough < peer.entered and count >= len(view.roster) - view.bound:
                 break
     values = {key: page.letters[key] for key in view.roster}
     root = compute_values_root(view.roster, values)
     transcript.record(height, phase, values, root)
     peer.level, peer.root, peer.entered = height, root, peer.time
     return values
+
+
+def _is_anybody_ahead(peer: Peer, height: int, arrivals: int) -> bool:
+    """Whether somebody has sent what one sends after this height: it has the messages that I miss."""
+    return height + 1 in peer.pages or (height == peer.view.height and peer.arrivals > arrivals)
 
 
 def _find_difference(peer: Peer, page: Page) -> Letter | None:
@@ -118,10 +130,10 @@ def join_slow_path(peer: Peer) -> Story:
         if epoch is None or peer.key not in epoch.view.roster or height not in epoch.heights:
             continue
         alarm = peer.alarms.get(height) or _gather_timeouts(peer, epoch, height)
-        if alarm is not None and (height not in epoch.settled or alarm.round > 0):
+        if alarm is not None and height not in epoch.settled:
             start, peer.join = peer.now, None
             try:
-                yield from slow(peer, epoch, height, alarm)
+                epoch, height = yield from slow(peer, epoch, height, alarm)
             finally:
                 peer.join = join_slow_path
             peer.alarms.pop(height, None)
@@ -152,6 +164,8 @@ class _Exchange:
     round: int
     seen: Seen = field(default_factory=Seen)
     accepted: set[bytes] = field(default_factory=set)
+    supporters: set[bytes] = field(default_factory=set)
+    """Members whose first message of this exchange was looked at: one set of letters from each."""
     certificate: list[Letter] | None = None
     prepared: list[Letter] | None = None
 
@@ -179,8 +193,10 @@ class _Exchange:
             return True
         return False
 
-    def note_gossip(self, gossip: m.Gossip) -> None:
+    def note_gossip(self, member: bytes, gossip: m.Gossip) -> None:
         """What a member put in, taken together: the first letter of each sender at this height."""
+        if member in self.supporters or member not in self.epoch.view.roster:
+            return
         firsts: Values = {}
         for relay in gossip.items:
             message = relay.messages[0]
@@ -188,11 +204,12 @@ class _Exchange:
                 letter = self.peer.examiner.examine(message)
                 if letter is not None:
                     firsts.setdefault(message.sender, letter)
-        self.note_support(firsts)
+        self.note_support(member, firsts)
 
-    def note_support(self, letters: Values) -> None:
+    def note_support(self, member: bytes, letters: Values) -> None:
         roster = self.epoch.view.roster
-        if all(key in letters for key in roster) and len(self.seen.supports) < 4 * len(roster):
+        self.supporters.add(member)
+        if all(key in letters for key in roster):
             values = {key: letters[key] for key in roster}
             self.seen.supports[compute_values_root(roster, values)] = values
 
@@ -232,7 +249,10 @@ class _Later(Exception):  # noqa: N818
 
 
 def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
-    """Run the slow path at a height until it is settled: return to the fast path, or raise :class:`Lost`."""
+    """Run the slow path at a height until it is settled: return to the fast path, or raise :class:`Lost`.
+
+    Returns the height that was settled, and its attempt: the one before, if others needed that first.
+    """
     prepared: list[Letter] | None = None
     halted = False
     while True:
@@ -248,7 +268,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     for letter in exchange.certificate:
                         peer.take(letter.message)
                     yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
-                    return
+                    return epoch, height
                 final = _find_final(peer, epoch, height)
                 core = _choose(exchange) if final is None else None
                 if core is not None:
@@ -258,7 +278,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     if halted:
                         yield Note(Resumed(epoch.view.step))
                     yield from _settle(exchange, final, others)
-                    return
+                    return epoch, height
                 if not halted:
                     yield Note(Halted(epoch.view.step, height))
                     halted = True
@@ -302,7 +322,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     if round_ > 0:
         yield from _say_failed(peer, exchange.epoch, height, round_, exchange.prepared, others)
     own: list[m.Relay] = []
-    exchange.note_support(peer.page(height).letters)
+    exchange.note_support(peer.key, peer.page(height).letters)
     for letter in _held(peer, view.roster, height, round_):
         if exchange.offer([letter]):
             exchange.accepted.add(compute_item_digest([letter]))
@@ -317,7 +337,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
         number = int((peer.now - start) / length) + 1
         for sender in list(queues):
             for gossip in queues.pop(sender):
-                exchange.note_gossip(gossip)
+                exchange.note_gossip(sender, gossip)
                 for relay in gossip.items:
                     letters = _accept(exchange, relay, number)
                     if letters and exchange.offer(letters):
@@ -416,6 +436,7 @@ def _resolve(exchange: _Exchange) -> Resolution | None:
         view.bound,
         {count.key: count.count for count in view.strikes},
         peer.config.strikes,
+        view.bound + peer.config.outages,
         exchange.seen,
         get_successor(epoch, exchange.height),
     )
@@ -476,7 +497,7 @@ def _find_final(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | No
                 groups.setdefault(_core(letter), []).append(letter)
         for group in groups.values():
             if len(group) >= quorum:
-                return group[:quorum]
+                return group
     return None
 
 

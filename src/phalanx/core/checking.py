@@ -11,7 +11,7 @@ from phalanx.core import messages as m
 from phalanx.core.crypto import compute_commitment
 from phalanx.core.effects import Begin, Broadcast, ComputeGradient, Effect, Story
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.justice import Case, find_served
+from phalanx.core.justice import Case
 from phalanx.core.membership import compute_batch_seed
 from phalanx.core.merkle import compute_root, hash_part, verify_path
 from phalanx.core.messages import Phase, Rule, Verdict
@@ -132,7 +132,8 @@ def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes) -> Story:
             if not peer.has_part(place):
                 yield from ask_part(peer, place, (owner, view.roster[place[3]]))
 
-    yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, peer.time + 3 * peer.config.delta)
+    until = peer.time + 3 * peer.config.delta + peer.config.transfer_time
+    yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, until)
     return {place[3]: data for place in places if (data := peer.get_part(place)) is not None}
 
 
@@ -227,7 +228,8 @@ def fetch_evidence(peer: Peer, agenda: Sequence[Case]) -> Story:
             if not peer.has_part(place):
                 yield from ask_part(peer, place, holders)
 
-    yield from fetch(peer, lambda: all(map(peer.has_part, wanted)), ask_parts, peer.time + 2 * delta)
+    until = peer.time + 2 * delta + peer.config.transfer_time
+    yield from fetch(peer, lambda: all(map(peer.has_part, wanted)), ask_parts, until)
 
 
 def _check_part(peer: Peer, part: int) -> Verdict:
@@ -283,8 +285,9 @@ def _check_accusation(peer: Peer, charge: m.Accusation, accusers: Sequence[bytes
 
 def _quotes_agreed(peer: Peer, transcript: Transcript, charge: m.Accusation) -> bool:
     commit = transcript.phases.get(Phase.COMMIT, {}).get(charge.accused)
-    if commit is None and charge.accused in find_served(transcript):
-        commit = peer.trials.get(transcript.view.height, {}).get(charge.accused)
+    if commit is None:
+        listed, quoted = transcript.served.get(charge.accused), peer.examiner.examine(charge.commit)
+        return listed is not None and quoted is not None and quoted.digest == listed and charge.report is None
     report = (transcript.reports or {}).get(charge.accused)
     return _is_same(peer.examiner, commit, charge.commit) and (
         charge.report is None or _is_same(peer.examiner, report, charge.report)

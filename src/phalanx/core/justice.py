@@ -61,6 +61,8 @@ class Decision:
     state: bytes | None = None
     """What the majority says the new state is."""
     corrections: dict[tuple[bytes, int], tuple[float, ...]] = field(default_factory=dict)
+    undecided: set[bytes] = field(default_factory=set)
+    """Accusers whose accusation found no majority either way."""
 
     def ban(self, key: bytes, offence: Offence) -> None:
         held = self.banned.get(key)
@@ -264,9 +266,8 @@ def find_voters(config: Config, transcript: Transcript, step: int, attempt: int)
 
 def is_received(transcript: Transcript, case: Case) -> bool:
     """Whether enough members have the evidence. If so, an honest one has it, and all can get it."""
-    others = [key for key in transcript.view.roster if key not in case.accusers]
-    ballots = _ballots(transcript, case.digest)
-    return 2 * sum(ballots.get(key) is Verdict.NOT_RECEIVED for key in others) <= len(others)
+    roster, ballots = transcript.view.roster, _ballots(transcript, case.digest)
+    return 2 * sum(ballots.get(key) is Verdict.NOT_RECEIVED for key in roster) <= len(roster)
 
 
 def _ballots(transcript: Transcript, digest: bytes) -> dict[bytes, Verdict]:
@@ -284,7 +285,7 @@ def _tally(transcript: Transcript, digest: bytes, voters: set[bytes]) -> Verdict
     ballots = _ballots(transcript, digest)
     counts = Counter(ballots[key] for key in voters if key in ballots)
     for verdict in (Verdict.GUILTY, Verdict.INNOCENT):
-        if 2 * counts[verdict] > len(voters):
+        if 2 * counts[verdict] > len(voters) and counts[verdict] > transcript.view.bound:
             return verdict
     return None
 
@@ -330,18 +331,22 @@ def _decide_votes(
         if case.suspect is not None:
             suspect = case.suspect
             voters = find_voters(config, transcript, suspect.step, suspect.attempt) - {suspect.key}
-            if _tally(transcript, case.digest, voters) is Verdict.GUILTY:
+            verdict = _tally(transcript, case.digest, voters)
+            if verdict is Verdict.GUILTY:
                 reason = "left, and its gradient was wrong"
                 decision.ban(suspect.key, Offence(Rule.GRADIENT, suspect.step, reason, votes))
-            acquitted.append(suspect)
+            if verdict is not None or view.step >= config.steps:  # else it is voted on again, as long as it is kept
+                acquitted.append(suspect)
         elif case.accusers and is_received(transcript, case):
             charge = cases[case.digest]
             step, attempt = get_place(charge)
-            # Of a proof everybody can convince itself, those who brought it included.
-            parties = case.accusers if isinstance(charge, m.Accusation) else ()
-            voters = find_voters(config, transcript, step, attempt) - {get_accused(charge), *parties}
+            # Those who accuse vote too: of what is true all honest members may be the accusers.
+            voters = find_voters(config, transcript, step, attempt) - {get_accused(charge)}
             verdicts[case.digest] = _tally(transcript, case.digest, voters)
     decision.acquitted = tuple(acquitted)
+    decision.undecided = {
+        key for case in agenda if verdicts.get(case.digest, Verdict.GUILTY) is None for key in case.accusers
+    }
     for key, letter in transcript.phases[Phase.CONFIRM].items():
         if not isinstance(letter.body, m.Confirm):
             continue
@@ -435,7 +440,8 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
     parts = len(view.roster)
     if not bodies:
         return
-    cut = find_cut(transcript)
+    spared = find_cut(transcript) | decision.undecided
+    failing: dict[bytes, Offence] = {}
     evidence: tuple[Signed, ...] | None = None
     for part, size in enumerate(sizes):
         eps = sum_bound(view.tau, len(bodies), size, dtype, config.cap)
@@ -447,10 +453,13 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
                 corrected = _get_vote_evidence(transcript) if decision.corrections else ()
                 evidence = evidence or (*(x.message for x in reports.values()), *corrected)
                 decision.wrong = True
-                if view.roster[part] in cut:
-                    continue  # it named more liars than fit the agenda: those convicted go, and the step is tried again
                 reason = f"its aggregate is off balance by {abs(total):.3g}, more than {eps:.3g}"
-                decision.ban(view.roster[part], Offence(Rule.SUM, view.step, reason, evidence))
+                failing[view.roster[part]] = Offence(Rule.SUM, view.step, reason, evidence)
+    if len(failing) > view.bound:
+        return  # more than there can be attackers: it was not they, and the step is tried again
+    for key, offence in failing.items():
+        if key not in spared:  # it may be right about those who lied of its part
+            decision.ban(key, offence)
 
 
 def _decide_states(transcript: Transcript, decision: Decision) -> None:
@@ -531,8 +540,8 @@ def find_late(transcript: Transcript) -> frozenset[bytes]:
     return frozenset(key for key, count in said.items() if count > transcript.view.bound)
 
 
-def find_served(transcript: Transcript) -> set[bytes]:
-    """Probationers whose commit a strict majority lists."""
+def find_served(transcript: Transcript) -> dict[bytes, bytes]:
+    """Probationers whose commit a strict majority lists, and the digest of that commit."""
     view = transcript.view
     listed = Counter(
         trial
@@ -541,7 +550,11 @@ def find_served(transcript: Transcript) -> set[bytes]:
         for trial in letter.body.trials
     )
     candidates = {candidate.key for candidate in view.candidates}
-    return {trial.key for trial, count in listed.items() if 2 * count > len(view.roster) and trial.key in candidates}
+    return {
+        trial.key: trial.message
+        for trial, count in listed.items()
+        if 2 * count > len(view.roster) and trial.key in candidates
+    }
 
 
 def make_retry(config: Config, transcript: Transcript, decision: Decision, height: int, previous: bytes) -> View:

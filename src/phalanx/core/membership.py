@@ -18,8 +18,10 @@ from msgspec import Struct
 
 from phalanx.core.config import KEPT_STEPS, AutomaticTau, Config
 from phalanx.core.crypto import compute_digest
+from phalanx.core.messages import MAX_MEMBERS
 from phalanx.core.randomness import Stream, derive_seed
 
+_MOST_MISSED = 6  # commits of a probationer
 _MOST_SUSPECTS = 256  # of a run's last steps; beyond, those of the very last
 
 
@@ -344,15 +346,18 @@ def _advance_candidates(
         candidate = msgspec.structs.replace(candidate, served=candidate.served + (candidate.key in served))
         if candidate.served >= candidate.term:
             graduates.append(candidate.key)
-        elif step - candidate.since <= 2 * candidate.term:  # who does not show up gives the place to another
+        elif step - candidate.since - candidate.served <= _MOST_MISSED:  # who does not show up gives way to others
             staying.append(candidate)
-    if room + len(graduates) > config.size:
-        graduates = graduates[: max(0, config.size - room)]
+    most = min(config.size, MAX_MEMBERS)
+    if room + len(graduates) > most:
+        graduates = graduates[: max(0, most - room)]
     taken = {*view.roster, *view.banned, *graduates, *(c.key for c in staying)}
     waiting = sorted({key for key in joins if key not in taken})
     stream = Stream(derive_seed(randomness, "admission"))
     absences = {count.key: count.count for count in view.absences}
-    for key in stream.draw_sample(waiting, min(len(waiting), max(0, config.admissions - len(staying)))):
+    drawn = stream.draw_sample(waiting, len(waiting))
+    drawn.sort(key=lambda key: key not in absences)  # former members first: a key that computed is worth more
+    for key in drawn[: max(0, config.admissions - len(staying))]:
         staying.append(Candidate(key, step, config.probation * (1 + max(0, absences.get(key, 0) - 1)), 0))
     return msgspec.structs.replace(view, candidates=tuple(sorted(staying))), graduates
 

@@ -5,6 +5,7 @@ Nothing here decides anything. Messages are checked, kept within limits, and giv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -32,8 +33,11 @@ _MOST_JOINS = 256
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ROUNDS = 8
-_ANSWERS = 256
-"""Requests of one peer that are answered in one attempt."""
+_MOST_TRIALS = 4
+_STATE_BYTES = 64
+"""No state has more bytes than this for each coordinate: parameters, and what optimizers keep of them."""
+_ANSWERS = 64
+"""Requests of one kind from one peer that are answered within ``delta``."""
 
 
 Follow: TypeAlias = "Callable[[Peer, Transcript, int, Resolution], View | None]"
@@ -63,6 +67,16 @@ class Own:
     roots: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class StateFetch:
+    """A state that comes in chunks from one server."""
+
+    step: int
+    server: bytes
+    size: int | None = None
+    data: bytearray = field(default_factory=bytearray)
+
+
 class Peer:
     """The memory of one peer."""
 
@@ -89,10 +103,10 @@ class Peer:
         self.rows: dict[tuple[int, int, bytes, int], tuple[Tensor, bool]] = {}
         """What the aggregates, and the parts that I aggregate, say: read once."""
         self.aggregates: dict[tuple[int, int, int], bytes] = {}
-        self.state_chunks: dict[int, dict[int, bytes]] = {}
-        self.state_size: dict[int, int] = {}
+        self.state: StateFetch | None = None
         self.openings: dict[tuple[int, int, bytes, int], Letter] = {}
-        self.trials: dict[int, dict[bytes, Letter]] = {}
+        self.trials: dict[int, dict[bytes, dict[bytes, Letter]]] = {}
+        """Commits of probationers by height, sender and digest."""
         self.timeouts: dict[tuple[int, int], dict[bytes, Letter]] = {}
         self.votes: dict[tuple[int, int, bool], dict[bytes, Letter]] = {}
         self.finals: dict[int, tuple[Signed, ...]] = {}
@@ -105,13 +119,15 @@ class Peer:
         """Accused key to the digest of a proof against it that nobody has acted on yet."""
         self.joins: dict[bytes, Letter] = {}
         self.asked: set[tuple[Any, ...]] = set()
-        self.answers: dict[bytes, int] = {}
+        self.answers: dict[tuple[bytes, type], tuple[float, int]] = {}
         self.partial: dict[tuple[Any, ...], dict[int, bytes]] = {}
         self.answered_alarms: set[tuple[int, int]] = set()
         self.gradients: dict[tuple[int, bytes], Tensor] = {}
         """What was computed lately, by step and seed."""
         self.finished: dict[int, Any] = {}
         self.adopted: Lost | None = None
+        self.astray = False
+        """Most members start from another view at this height than I do."""
         self.seeking: tuple[int, bytes, tuple[bytes, ...]] | None = None
         """A height whose messages this peer lacks, the root that they have, and whose they are."""
         self.sought: Values | None = None
@@ -146,6 +162,7 @@ class Peer:
         self.others = tuple(key for key in view.roster if key != self.key)
         self.answers.clear()
         self.rows.clear()
+        self.astray = False
         self.answered_alarms.clear()
         _drop(self.joins, lambda key: key in view.roster or key in view.banned)
         self.adopted = None
@@ -164,7 +181,6 @@ class Peer:
             _drop(table, lambda place: place < oldest)
         for table in (self.timeouts, self.votes, self.gossip):
             _drop(table, lambda place: place[0] < oldest)
-        self.state_chunks = {at: chunks for at, chunks in self.state_chunks.items() if at >= step}
         for accused in [accused for accused in self.proofs if accused in self.view.banned]:
             del self.proofs[accused]
         while len(self.cases) > _MOST_CASES:
@@ -247,7 +263,9 @@ class Peer:
             self._drop_rounds(self.votes, height, message.sender, letter.body.round)
             self.votes.setdefault((height, letter.body.round, letter.body.final), {}).setdefault(message.sender, letter)
         elif domain is Domain.TRIAL and isinstance(letter.body, m.Trial):
-            self.trials.setdefault(height, {}).setdefault(message.sender, letter)
+            held = self.trials.setdefault(height, {}).setdefault(message.sender, {})
+            if len(held) < _MOST_TRIALS or ("trial", self.view.step, letter.digest) in self.asked:
+                held[letter.digest] = letter
         elif domain is Domain.OPENING and isinstance(letter.body, m.Opening) and self._is_current(message):
             place = (message.step, message.attempt, message.sender, letter.body.part)
             self.openings.setdefault(place, letter)
@@ -339,10 +357,13 @@ class Peer:
 
     def get_commitment(self, transcript: Transcript, owner: bytes) -> bytes | None:
         """The Merkle root of the owner's parts in that attempt."""
-        letter = transcript.phases.get(Phase.COMMIT, {}).get(owner) or self.trials.get(transcript.view.height, {}).get(
-            owner
-        )
+        letter = transcript.phases.get(Phase.COMMIT, {}).get(owner) or self.get_trial(transcript, owner)
         return letter.body.parts if letter is not None and isinstance(letter.body, m.Commit | m.Trial) else None
+
+    def get_trial(self, transcript: Transcript, owner: bytes) -> Letter | None:
+        """The commit of a probationer that a majority has listed: it may have sent others, to me as well."""
+        letters = self.trials.get(transcript.view.height, {}).get(owner, {})
+        return letters.get(transcript.served.get(owner, b""))
 
     def store_aggregate(self, sender: bytes, chunk: m.AggregateChunk) -> None:
         self.arrivals += 1
@@ -408,26 +429,37 @@ def _drop(table: dict[Any, Any], is_old: Callable[[Any], bool]) -> None:
         del table[place]
 
 
-def is_certified(config: Config, examiner: Examiner, before: View, view: View, messages: Iterable[Signed]) -> bool:
-    """Whether the roster of ``before`` says that ``view`` follows: all of it but ``bound``, or a quorum of final votes.
+def find_certificate(
+    config: Config, examiner: Examiner, before: View, view: View, messages: Iterable[Signed]
+) -> tuple[Signed, ...] | None:
+    """Those of the messages with which the roster of ``before`` says that ``view`` follows; None if it does not.
 
-    All but ``bound``, because a Byzantine member may sign its SEAL for a view of its own.
+    A quorum of final votes says so; or SEAL, ABORT or COMMIT of one height from *every* member, since one that is not
+    complete may still be replaced by a slow path. Of these all but ``bound`` have to name the view: a Byzantine member
+    may sign for a view of its own.
     """
-    digest = view.digest
-    whole: set[bytes] = set()
-    votes: dict[tuple[int, int], set[bytes]] = {}
+    whole: dict[int, dict[bytes, tuple[Signed, bool]]] = {}
+    votes: dict[tuple[int, int], dict[bytes, Signed]] = {}
     for message in messages:
-        if message.run != config.run or message.sender not in before.roster or message.height < before.height:
+        # A slow path at the height before may have replaced the view that was being sealed.
+        if message.run != config.run or message.sender not in before.roster or message.height < before.height - 1:
             continue
         letter = examiner.examine(message)
         body = letter.body if letter is not None else None
-        if isinstance(body, m.Seal | m.Abort | m.Commit) and body.view == digest:
-            whole.add(message.sender)
-        elif isinstance(body, m.Outcome) and body.final and body.view == digest:
-            votes.setdefault((message.height, body.round), set()).add(message.sender)
+        if letter is not None and message.domain is Domain.AGREED:
+            named = isinstance(body, m.Seal | m.Abort | m.Commit) and body.view == view.digest
+            whole.setdefault(message.height, {})[message.sender] = (message, named)
+        elif isinstance(body, m.Outcome) and body.final and body.view == view.digest:
+            votes.setdefault((message.height, body.round), {})[message.sender] = message
     quorum = compute_quorum(config, before)
-    enough = max(len(before.roster) - before.bound, quorum)
-    return len(whole) >= enough or any(len(signers) >= quorum for signers in votes.values())
+    for ballots in votes.values():
+        if len(ballots) >= quorum:
+            return tuple(ballots.values())
+    for said in whole.values():
+        naming = sum(named for _, named in said.values())
+        if len(said) == len(before.roster) and naming >= max(len(before.roster) - before.bound, quorum):
+            return tuple(message for message, _ in said.values())
+    return None
 
 
 def compute_case_digest(case: m.Accusation | m.Proof) -> bytes:
@@ -442,9 +474,18 @@ def make_chunks(make: Callable[[int, int, bytes], Message], data: bytes) -> list
 # ---- What each kind of direct message does
 
 
-def _may_answer(peer: Peer, sender: bytes) -> bool:
-    peer.answers[sender] = peer.answers.get(sender, 0) + 1
-    return peer.answers[sender] <= _ANSWERS
+def _may_answer(peer: Peer, sender: bytes, kind: type, most: int = _ANSWERS) -> bool:
+    """Whether this kind of request has not come too often within ``delta``. No kind uses up what another may need."""
+    since, count = peer.answers.get((sender, kind), (-math.inf, 0))
+    if peer.now - since >= peer.config.delta:
+        since, count = peer.now, 0
+    peer.answers[sender, kind] = (since, count + 1)
+    return count < most
+
+
+def _may_send_bytes(peer: Peer, sender: bytes, kind: type) -> bool:
+    members = len(peer.view.roster)
+    return _may_answer(peer, sender, kind, _ANSWERS + members * members // 2)
 
 
 def _on_part(peer: Peer, sender: bytes, message: m.PartChunk) -> Story:
@@ -472,11 +513,12 @@ def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
 
 
 def _on_pull_messages(peer: Peer, sender: bytes, message: m.PullMessages) -> Story:
-    if not _may_answer(peer, sender):
+    if not _may_answer(peer, sender, m.PullMessages):
         return
-    page, trials = peer.pages.get(message.height, Page()), peer.trials.get(message.height, {})
+    page = peer.pages.get(message.height, Page())
+    trials = [letters for key, letters in peer.trials.get(message.height, {}).items() if key in message.senders]
     found = tuple(x[key].message for x in (page.letters, page.seconds) for key in message.senders if key in x)
-    found += tuple(trials[key].message for key in message.senders if key in trials)
+    found += tuple(letter.message for letters in trials for letter in letters.values())
     if found:
         yield Send(sender, m.Certificate(found[: m.MAX_MEMBERS]))
 
@@ -484,7 +526,9 @@ def _on_pull_messages(peer: Peer, sender: bytes, message: m.PullMessages) -> Sto
 def _on_pull_part(peer: Peer, sender: bytes, message: m.PullPart) -> Story:
     place = (message.step, message.attempt, message.owner, message.part)
     transcript = peer.transcripts.get((message.step, message.attempt))
-    if transcript is None or message.part >= len(transcript.view.roster) or not _may_answer(peer, sender):
+    if transcript is None or message.part >= len(transcript.view.roster):
+        return
+    if not _may_send_bytes(peer, sender, m.PullPart):
         return
     data = peer.get_part(place)
     if data is not None:
@@ -503,7 +547,9 @@ def send_part(peer: Peer, to: tuple[bytes, ...], place: tuple[int, int, bytes, i
 
 def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> Story:
     transcript = peer.transcripts.get((message.step, message.attempt))
-    if transcript is None or message.part >= len(transcript.view.roster) or not _may_answer(peer, sender):
+    if transcript is None or message.part >= len(transcript.view.roster):
+        return
+    if not _may_send_bytes(peer, sender, m.PullAggregate):
         return
     if peer.has_aggregate(transcript, message.part):
         data = peer.aggregates[message.step, message.attempt, message.part]
@@ -516,7 +562,7 @@ def send_aggregate(to: tuple[bytes, ...], step: int, attempt: int, part: int, da
 
 
 def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
-    if message.step > peer.view.step or not _may_answer(peer, sender):
+    if message.step > peer.view.step or not _may_answer(peer, sender, m.PullState):
         return
     data = yield ReadState(message.step)
     if data is not None and message.offset < len(data):
@@ -525,15 +571,19 @@ def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
 
 
 def _on_state(peer: Peer, sender: bytes, message: m.StateChunk) -> Story:
-    if ("state", message.step, sender) in peer.asked:
-        peer.state_size[message.step] = message.size
-        peer.state_chunks.setdefault(message.step, {})[message.offset] = message.data
+    """The next chunk from the one server that was asked; nothing else is kept."""
+    fetch, most = peer.state, _STATE_BYTES * peer.config.size + MAX_CHUNK
+    if fetch is None or message.size > most:
+        return
+    if (sender, message.step, message.offset) == (fetch.server, fetch.step, len(fetch.data)):
+        fetch.size = message.size
+        fetch.data += message.data
     yield from ()
 
 
 def _on_pull_proof(peer: Peer, sender: bytes, message: m.PullProof) -> Story:
     case = peer.cases.get(message.case)
-    if case is not None and _may_answer(peer, sender):
+    if case is not None and _may_answer(peer, sender, m.PullProof, 4 * _ANSWERS):
         yield Send(sender, case)
 
 
@@ -545,7 +595,7 @@ def _on_case(peer: Peer, sender: bytes, message: m.Accusation | m.Proof) -> Stor
 
 
 def _on_pull_chain(peer: Peer, sender: bytes, message: m.PullChain) -> Story:
-    if not _may_answer(peer, sender):
+    if not _may_answer(peer, sender, m.PullChain, 4):
         return
     links = [link for link in peer.links if link[0].height > message.height]
     commits = peer.transcript.phases.get(Phase.COMMIT)
@@ -563,19 +613,28 @@ def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
         later = decode_view(link.view)
         if later is None or later.height < view.height or later == view:
             continue
-        if not is_certified(peer.config, peer.examiner, view, later, link.messages):
+        certificate = find_certificate(peer.config, peer.examiner, view, later, link.messages)
+        if certificate is None:
             break
         if later.roster != view.roster:
-            peer.remember_link(later, link.messages)
-        view, adopted = later, Lost(later, link.messages)
-    if adopted is not None and adopted.view != peer.view and adopted.view.height >= peer.view.height:
-        peer.adopted = adopted
+            peer.remember_link(later, certificate)
+        view, adopted = later, Lost(later, certificate)
+        final = certificate[0].domain is Domain.OUTCOME or certificate[0].phase is Phase.COMMIT
+        if final and not peer.member:  # what is only sealed may still be replaced by a slow path
+            peer.base = later
+    if adopted is not None and adopted.view != peer.view:
+        above = adopted.view.height > peer.view.height
+        if above or (peer.astray and adopted.view.height == peer.view.height):
+            peer.adopted = adopted
     yield from ()
 
 
 def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
     """Somebody opens a slow path. Whoever is past it shows why it is needless; the others join (``broadcast.py``)."""
-    if sender not in peer.circle or not _may_answer(peer, sender):
+    if sender not in peer.circle or not _may_answer(peer, sender, m.Alarm, 16):
+        return
+    if message.height in peer.finals:
+        yield Send(sender, m.Certificate(peer.finals[message.height]))
         return
     for signed in message.evidence:
         yield from peer.take(signed)
@@ -616,8 +675,12 @@ def compute_item_digest(letters: Iterable[Letter]) -> bytes:
 
 def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
     if sender in peer.circle and peer.level - 1 <= message.height <= peer.level + _FUTURE_HEIGHTS:
-        queue = peer.gossip.setdefault((message.height, message.round), {}).setdefault(sender, [])
-        if len(queue) < 4 * len(peer.circle) + 64:
+        places = [place for place, queues in peer.gossip.items() if sender in queues]
+        place = (message.height, message.round)
+        if place not in places and len(places) >= _ROUNDS:
+            del peer.gossip[min(places)][sender]  # of what one member sends the latest rounds are kept
+        queue = peer.gossip.setdefault(place, {}).setdefault(sender, [])
+        if sum(len(gossip.items) for gossip in queue) + len(queue) < 8 * len(peer.circle) + 64:
             queue.append(message)
     yield from ()
 

@@ -100,6 +100,7 @@ def resolve(
     bound: int,
     strikes: Mapping[bytes, int],
     limit: int,
+    most: int,
     seen: Seen,
     successor: bytes | None = None,
 ) -> Resolution | None:
@@ -142,6 +143,8 @@ def resolve(
         name = successor or compute_values_root(roster, values)
         unsupported = {key for key, letter in said.items() if letter.message.previous != name}
         closing = _is_closing(said, name, bound)
+    if len(missing | stray | unsupported) > most:
+        return None  # more than can be Byzantine or out
     removed = (missing | stray | unsupported | {key for key in late if strikes.get(key, 0) + 1 >= limit}) - banned
     slots = tuple(
         SlotOutcome(place, key, _get_digest(page, key), key in page.seconds)

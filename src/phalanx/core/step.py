@@ -68,6 +68,7 @@ from phalanx.core.justice import (
     find_distant,
     find_offenders,
     find_requests,
+    find_served,
     follow_resolution,
     is_changed,
     is_received,
@@ -85,7 +86,7 @@ from phalanx.core.membership import (
 from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.partition import join_parts, split_parts
-from phalanx.core.peer import Lost, Own, Peer, compute_case_digest, send_aggregate, send_part
+from phalanx.core.peer import Lost, Own, Peer, StateFetch, compute_case_digest, send_aggregate, send_part
 from phalanx.core.slowpath import Resolution
 from phalanx.core.transcript import Transcript, Values
 from phalanx.core.verification import (
@@ -121,12 +122,13 @@ def run_attempt(peer: Peer) -> Story:
     patience = 4 * config.delta + config.transfer_time  # others may complete a height 3 delta after me
     aggregate = yield from aggregate_part(peer, patience)
     yield from agree(peer, Phase.AGGREGATE, aggregate, work=patience)
+    transcript.served = find_served(transcript)
     offenders = find_offenders(config, transcript, Phase.AGGREGATE)
     if not offenders.banned and find_requests(transcript):
         unopened = yield from open_parts(peer, own, find_requests(transcript))
         aggregate = yield from aggregate_part(peer, 0)
         aggregate = msgspec.structs.replace(aggregate, unopened=unopened, trials=())
-        yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=patience + 2 * config.delta)
+        yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=patience + 4 * config.delta)
         offenders = find_offenders(config, transcript, Phase.AGGREGATE_AGAIN)
         if not offenders.banned:
             offenders = decide_openings(config, transcript)
@@ -187,7 +189,8 @@ def find_check_time(peer: Peer) -> float:
     config = peer.config
     load = dict.fromkeys(peer.duties.contributors, config.gradient_time)
     for check in peer.duties.checks:
-        load[check.checker] = load.get(check.checker, 0.0) + config.gradient_time + find_fetch_time(config)
+        fetching = find_fetch_time(config) + (2 * config.delta if check.target not in peer.view.roster else 0.0)
+        load[check.checker] = load.get(check.checker, 0.0) + config.gradient_time + fetching
     return max(load.values(), default=0.0)
 
 
@@ -208,11 +211,11 @@ def check_targets(peer: Peer) -> Story:
         transcript = peer.transcripts.get((done[-1].step, done[-1].attempt))
         if transcript is None:
             continue
+        yield from fetch_trial(peer, transcript, check.target)
         verdict, wrong = yield from check_commit(peer, transcript, check.target, accusing=True)
         findings[check.target] = verdict
-        commit = transcript.phases.get(Phase.COMMIT, {}).get(check.target) or peer.trials.get(
-            transcript.view.height, {}
-        ).get(check.target)
+        agreed = transcript.phases.get(Phase.COMMIT, {}).get(check.target)
+        commit = agreed or peer.get_trial(transcript, check.target)
         if verdict is Verdict.GUILTY and commit is not None:
             report = (transcript.reports or {}).get(check.target) if wrong else None
             quoted = report.message if report is not None else None
@@ -221,6 +224,17 @@ def check_targets(peer: Peer) -> Story:
                 m.Accusation(Rule.GRADIENT, check.target, step, attempt, wrong, commit.message, quoted, (), ())
             )
     return tuple(m.Finding(key, findings[key]) for key in sorted(findings)), accusations
+
+
+def fetch_trial(peer: Peer, transcript: Transcript, target: bytes) -> Story:
+    """The commit of a probationer as the majority has listed it, in case it sent me another."""
+    digest = transcript.served.get(target)
+    if digest is None or peer.get_trial(transcript, target) is not None:
+        return
+    peer.asked.add(("trial", peer.view.step, digest))
+    pull = Broadcast(peer.others, m.PullMessages(transcript.view.height, (target,)))
+    until = peer.time + 2 * peer.config.delta
+    yield from fetch(peer, lambda: peer.get_trial(transcript, target) is not None, lambda: (pull,), until)
 
 
 def prepare_parts(peer: Peer) -> Story:
@@ -252,7 +266,8 @@ def find_way_back(peer: Peer) -> Story:
     commits = peer.transcript.phases[Phase.COMMIT].values()
     views = Counter(x.body.view for x in commits if isinstance(x.body, m.Commit))
     digest, count = views.most_common(1)[0]
-    while 2 * count > len(commits) and digest != peer.view.digest:
+    peer.astray = 2 * count > len(commits) and digest != peer.view.digest
+    while peer.astray:
         yield Broadcast(peer.others, m.PullChain(peer.base.height - 1))
         yield from peer.listen(peer.time + peer.config.delta)
 
@@ -286,8 +301,8 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
                 yield from ask_part(peer, lost, (lost[2],))
         yield from peer.listen(min(ask_at, peer.entered + patience))
     trials = tuple(
-        m.Listed(key, letter.digest)
-        for key, letter in sorted(peer.trials.get(view.height, {}).items())
+        m.Listed(key, next(iter(letters)))
+        for key, letters in sorted(peer.trials.get(view.height, {}).items())
         if any(candidate.key == key for candidate in view.candidates)
     )
     if wanted:
@@ -486,7 +501,7 @@ def conclude(peer: Peer, state: bytes) -> Story:
     if agenda:
         ballots, unopened = yield from make_ballots(peer, agenda)
         each = config.gradient_time + find_fetch_time(config)
-        work = (1 + len(agenda)) * each + config.transfer_time + 6 * config.delta
+        work = (1 + len(agenda)) * each + 2 * config.transfer_time + 12 * config.delta
         yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=work)
         offenders = find_offenders(config, transcript, Phase.VOTE)
         if offenders.banned:
@@ -678,20 +693,15 @@ def key_may_ask(peer: Peer) -> bool:
 
 def fetch_state(peer: Peer, server: bytes) -> Story:
     """The state in chunks from one member; what it is worth shows when it is whole."""
-    step = peer.view.step
-    peer.asked.add(("state", step, server))
-    peer.state_chunks.pop(step, None)
-    peer.state_size.pop(step, None)
+    peer.state = state = StateFetch(peer.view.step, server)
     until = peer.time + 4 * peer.config.delta + peer.config.transfer_time
     while peer.time < until:
-        chunks = peer.state_chunks.get(step, {})
-        got = sum(map(len, chunks.values()))
-        if step in peer.state_size and got >= peer.state_size[step]:
-            return b"".join(chunks[at] for at in sorted(chunks))
-        yield Send(server, m.PullState(step, got))
-        before = len(chunks)
+        got = len(state.data)
+        if state.size is not None and got >= state.size:
+            return bytes(state.data)
+        yield Send(server, m.PullState(state.step, got))
         end = min(until, peer.time + 2 * peer.config.delta)
-        while peer.time < end and len(peer.state_chunks.get(step, {})) == before:
+        while peer.time < end and len(state.data) == got and state.size != got:
             yield from peer.listen(end)
     return None
 

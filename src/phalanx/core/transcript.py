@@ -70,6 +70,8 @@ class Transcript:
     """Why it removes whom it removes."""
     outcomes: dict[bytes, View] = field(default_factory=dict)
     """Views that a slow path of this attempt may lead to, by their digests."""
+    served: dict[bytes, bytes] = field(default_factory=dict)
+    """Probationers whose commit a majority has listed, and its digest (``justice.find_served``)."""
     settled: set[int] = field(default_factory=set)
     """Heights whose slow path ended without anybody going."""
     randomness: bytes | None = None
