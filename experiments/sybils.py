@@ -10,7 +10,7 @@ Sybils never check anybody, and shield one another in votes. Who gets the gradie
 * ``candidates``: candidates come first, and members cheat until they are caught. A member is checked so much more
   rarely than a candidate that this is the best choice while probation is not much longer than a cheat lasts.
 
-    python experiments/sybils.py --runs 200 [--sharing candidates] [--probation 12] [--admissions 2] [--jobs 2] [--json]
+    python experiments/sybils.py --runs 200 [--sharing candidates] [--probation 45] [--admissions 1] [--jobs 2] [--json]
 
 prints, for k = 1, 2, 3, how many runs had how many Sybils in the roster at the same time, at most. Exit 1 if there were
 ever more than ``k + 1``, or if an honest founder is gone.
@@ -154,7 +154,7 @@ def run_once(job: Job) -> Result:
         "byzantine": BYZANTINE,
         "size": SIZE,
         "steps": job.steps,
-        "probation": job.probation,
+        "newcomer_probation": job.probation,
         "admissions": job.admissions,
     }
     setup = Setup(
@@ -206,8 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sharing", choices=(*SHARINGS, "all"), default="all")
     parser.add_argument("--gradients", type=int, nargs="+", default=[1, 2, 3], metavar="K")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--probation", type=int, default=12)
-    parser.add_argument("--admissions", type=int, default=2)
+    parser.add_argument("--probation", type=int, default=0, help="steps; 0: as the configuration says")
+    parser.add_argument("--admissions", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", action="store_true")

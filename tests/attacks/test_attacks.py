@@ -252,7 +252,9 @@ def test_late_to_the_last_phase() -> None:
     "pair", ["wrong_state+wrong_chain", "withheld_certificates+wrong_chain", "wrong_seal+wrong_aggregate@1"]
 )
 def test_joiner_finds_the_truth(pair: str) -> None:
-    arena = run_arena(*map(load_attack, pair.split("+")), steps=14, joiners=(None,), join_at=12.0, probation=5)
+    arena = run_arena(
+        *map(load_attack, pair.split("+")), steps=14, joiners=(None,), join_at=12.0, probation=5, newcomer_probation=5
+    )
     assert_safe(arena)
     joiner = arena.honest[-1]
     assert any(key == joiner for key, _ in arena.get_events(Synced))
@@ -261,19 +263,23 @@ def test_joiner_finds_the_truth(pair: str) -> None:
 
 def test_joiner_is_not_starved() -> None:
     attack = load_attack("endless_state")
-    arena = run_arena(attack, attack, steps=14, joiners=(None,), join_at=12.0, probation=5, seed=3)
+    arena = run_arena(
+        attack, attack, steps=14, joiners=(None,), join_at=12.0, probation=5, newcomer_probation=5, seed=3
+    )
     assert all(arena.honest[-1] in view.roster for view in arena.ends.values())
 
 
 def test_joiner_tells_bans_as_they_were() -> None:
-    arena = run_arena(load_attack("wrong_aggregate@1"), steps=8, joiners=(None,), join_at=12.0, probation=5)
+    arena = run_arena(
+        load_attack("wrong_aggregate@1"), steps=8, joiners=(None,), join_at=12.0, probation=5, newcomer_probation=5
+    )
     assert {event.rule for _, event in arena.get_events(Banned)} == {"V2"}
 
 
 def test_sybils_are_no_cheaper_than_peers() -> None:
     """Four keys with the compute of one: those without a gradient of their own are found out on probation."""
     sybil = SharedCompute(budget=1)
-    arena = run_arena(steps=14, joiners=(sybil,) * 4, join_at=1.0, probation=5, admissions=4)
+    arena = run_arena(steps=14, joiners=(sybil,) * 4, join_at=1.0, probation=5, newcomer_probation=5, admissions=4)
     assert_safe(arena)
     admitted = [key for key in arena.attackers if key in next(iter(arena.ends.values())).roster]
     assert len(admitted) <= 1

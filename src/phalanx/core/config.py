@@ -65,10 +65,12 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
     complaints: int = 3
     complaint_window: int = 20
     probation: int = 12
-    """T: steps that a candidate computes without weight."""
+    """T: steps that a former member computes without weight before it is one again."""
+    newcomer_probation: int = 0
+    """The same for a key that never was a member; 0: as long as :attr:`newcomer_term` says."""
     probation_checks: int = 1
     """Checks of every probationer in every step."""
-    admissions: int = 2
+    admissions: int = 1
     """Candidates on probation at the same time, at most."""
     seed: bytes = bytes(32)
     state: bytes = bytes(32)
@@ -77,6 +79,18 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
     @cached_property
     def run(self) -> bytes:
         return compute_digest("run", msgpack.encode(self))
+
+    @property
+    def newcomer_term(self) -> int:
+        """Steps after which a newcomer is a member.
+
+        An attacker can spend all its computation on candidates and let its members cheat, each until it is caught:
+        ``n (n - 1) / (m (n - b))`` steps on average. Probation has to last several times longer, or it gains members
+        faster than it loses them (``experiments/sybils.py``).
+        """
+        n, b, m = len(self.founders), self.byzantine, self.validators
+        rule = math.ceil(4 * self.admissions * n * (n - 1) / (m * (n - b)))
+        return self.newcomer_probation or max(self.probation, rule)
 
     def check(self) -> Config:
         """This configuration, or :class:`LocalError` with the number to change."""

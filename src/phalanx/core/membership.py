@@ -358,7 +358,8 @@ def _advance_candidates(
     drawn = stream.draw_sample(waiting, len(waiting))
     drawn.sort(key=lambda key: key not in absences)  # former members first: a key that computed is worth more
     for key in drawn[: max(0, config.admissions - len(staying))]:
-        staying.append(Candidate(key, step, config.probation * (1 + max(0, absences.get(key, 0) - 1)), 0))
+        term = config.probation * absences[key] if key in absences else config.newcomer_term
+        staying.append(Candidate(key, step, term, 0))
     return msgspec.structs.replace(view, candidates=tuple(sorted(staying))), graduates
 
 

@@ -158,7 +158,8 @@ def _draw_settings(random: Random, n: int, b: int, m: int, c: int, steps: int, s
         "transfer_time": random.choice((0.0, 1.0)),
         "partition_safe": safe,
         "tolerance": Tolerance(1e-4, 1e-2) if draw() < 0.3 else None,
-        "probation": random.choice((5, 6)),
+        "probation": (term := random.choice((5, 6))),
+        "newcomer_probation": term,  # a newcomer should live to be a member in a run this short
         "admissions": 2,
     }
 
