@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-core lint fuzz-decoder clean
+.PHONY: demo test test-core lint fuzz fuzz-decoder experiments clean
 
 demo: $(INSTALLED)
 	$(BIN)/phalanx demo
@@ -19,6 +19,20 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The long sweep: three thousand scenarios. The suite runs a selection, and every seed that ever failed.
+fuzz: $(INSTALLED)
+	$(BIN)/phalanx fuzz --seeds 0:3000 --jobs $$(nproc)
+
+# What the README states about odds, Sybils and honest peers. Hours on two cores.
+experiments: $(INSTALLED)
+	$(BIN)/python experiments/conviction.py --runs 1000 --share 1 --jobs $$(nproc)
+	$(BIN)/python experiments/conviction.py --runs 1000 --share 1 --silent --jobs $$(nproc)
+	$(BIN)/python experiments/conviction.py --runs 200 --share 0.1 --jobs $$(nproc)
+	$(BIN)/python experiments/conviction.py --runs 200 --share 0.1 --silent --jobs $$(nproc)
+	$(BIN)/python experiments/sybils.py --runs 200 --jobs $$(nproc)
+	$(BIN)/python experiments/honest.py --peer-steps 100000 --jobs $$(nproc)
+	$(BIN)/python experiments/honest.py --peer-steps 100000 --tolerant --jobs $$(nproc)
 
 # A million mutated messages; the suite runs a share of them.
 fuzz-decoder: $(INSTALLED)

@@ -333,9 +333,9 @@ def join(config: Config, view: View, key: bytes) -> View:
 
 
 def test_probation_terms_grow_with_absences() -> None:
-    config = make_config(probation=5)
+    config = make_config(probation=5, newcomer_probation=7)
     view, key = make_genesis(config), config.founders[0]
-    assert join(config, view, make_key(99)).candidates[0].term == 5
+    assert join(config, view, make_key(99)).candidates[0].term == 7, "of somebody who never was a member"
     terms = []
     for absences in range(1, 6):
         view = join(config, go(config, view, remove(key)), key)
@@ -348,16 +348,27 @@ def test_probation_terms_grow_with_absences() -> None:
     assert terms == [5, 10, 15, 20, 25]
 
 
+@pytest.mark.parametrize(("members", "byzantine", "validators"), [(4, 1, 1), (7, 2, 1), (16, 7, 1), (16, 3, 4)])
+def test_newcomers_serve_longer_than_a_cheating_member_survives(members: int, byzantine: int, validators: int) -> None:
+    for admissions in (1, 3):
+        config = make_config(members, byzantine, validators=validators, admissions=admissions)
+        survives = members * (members - 1) / (validators * (members - byzantine))
+        assert config.newcomer_term >= 4 * admissions * survives
+        assert config.newcomer_term >= config.probation
+        view = join(config, make_genesis(config), make_key(99))
+        assert view.candidates[0].term == config.newcomer_term
+
+
 def test_only_steps_that_count_are_served_and_places_are_given_back() -> None:
-    config, key = make_config(probation=5), make_key(99)
+    config, key = make_config(newcomer_probation=9), make_key(99)
     view = join(config, make_genesis(config), key)
-    assert view.candidates == (Candidate(key, 1, 5, 0),)
+    assert view.candidates == (Candidate(key, 1, 9, 0),)
     view = go(config, go(config, view, served={key}))
-    assert view.candidates == (Candidate(key, 1, 5, 1),)
-    for _ in range(9):
+    assert view.candidates == (Candidate(key, 1, 9, 1),)
+    for _ in range(6):
         assert view.candidates
         view = go(config, view)
-    assert view.candidates == (), "who does not show up in twice its term gives its place to another"
+    assert view.candidates == (), "who has missed more than six steps gives its place to another"
 
 
 def test_probationers_are_few_not_members_and_never_banned_keys() -> None:

@@ -174,8 +174,8 @@ def test_v1_wrong_report_alone_leaves_the_update_standing(wire: str) -> None:
     found = run(FalseReport(part=0, start=1), wire=wire)
     ban = found.bans[4]
     after = found.find_next(ban)
-    assert (ban.step, ban.at) == (1, 1)
-    assert (after.step, after.attempt) == (2, 0), "no attempt was lost"
+    assert ban.step == ban.at
+    assert (after.step, after.attempt) == (ban.at + 1, 0), "no attempt was lost"
 
 
 @over_all_wires
@@ -203,7 +203,6 @@ class CoverAndLeave(Covered):
         return changed
 
 
-@pytest.mark.xfail(reason="a vote on somebody who left says guilty or not, and not for which parts", strict=True)
 def test_v1_aggregator_is_banned_too_if_the_liar_has_left() -> None:
     found = run(CoverAndLeave(), CoverAndLeave(), members=7, byzantine=2, steps=10)
     aggregator, liar = sorted((5, 6), key=lambda number: found.swarm.keys[number])
@@ -241,7 +240,7 @@ def test_v2_does_not_fire_although_liars_use_all_that_v1_lets_pass(wire: str) ->
     """Accusers allow for twice what voters do: nobody is accused, until all vote on the last step."""
     found = run(Framing(share=1.99), Framing(share=1.99), members=7, byzantine=2, wire=wire, steps=5)
     assert Rule.SUM not in found.rules.values()
-    assert all(ban.step == 4 for ban in found.bans.values())
+    assert all(ban.at == 5 for ban in found.bans.values())
 
 
 @over_all_wires
@@ -311,7 +310,8 @@ def test_v2_is_not_escaped_by_accusations_that_nobody_can_decide() -> None:
     options = {"members": 8, "byzantine": 2, "cap": 50.0, "tolerance": Tolerance(0.02, 0.2), "rounding": 1e-6}
     swarm = make_swarm(gap, Undecidable(), **options)
     assert swarm.run(200.0, swarm.is_over), "it takes a minute, not for ever"
-    assert any(isinstance(x, Banned) and x.key == swarm.keys[7] for _, x in swarm.events[swarm.keys[0]])
+    ends = [event.view for _, event in swarm.events[swarm.keys[0]] if isinstance(event, RunFinished)]
+    assert swarm.keys[7] not in ends[0].roster, "no attempt is lost for nothing"
 
 
 # ---- V3 norms
@@ -356,7 +356,7 @@ both_modes = pytest.mark.parametrize("mode", [EXACT, TOLERANT], ids=["exact", "t
 @over_all_wires
 @both_modes
 def test_v4_fires_on_another_gradient(wire: str, mode: dict[str, Any]) -> None:
-    found = run(WrongGradient(), wire=wire, validators=2, steps=8, **mode)
+    found = run(WrongGradient(), wire=wire, validators=2, steps=14, **mode)
     assert found.rules == {4: Rule.GRADIENT}
     assert found.bans[4].reason == "convicted by vote"
 
@@ -365,7 +365,7 @@ def test_v4_fires_on_another_gradient(wire: str, mode: dict[str, Any]) -> None:
 @both_modes
 def test_v4_fires_on_reports_that_cover_an_aggregate_of_ones_own(wire: str, mode: dict[str, Any]) -> None:
     """V2 adds up, and nobody but the aggregator itself recomputes what it reports of its own part."""
-    found = run(Covered(), wire=wire, validators=2, steps=8, **mode)
+    found = run(Covered(), wire=wire, validators=2, steps=14, **mode)
     assert found.rules == {4: Rule.GRADIENT}
     case = found.bans[4].case
     assert isinstance(case, m.Accusation)
@@ -463,6 +463,20 @@ def test_e1_does_not_fire_on_a_peer_that_crashes_and_comes_back(moment: float) -
     swarm.world.at(5 + moment, lambda: swarm.crash(swarm.keys[2]))
     swarm.world.at(5.2 + moment, lambda: swarm.restart(swarm.keys[2]))
     assert not finish(swarm).bans
+
+
+@pytest.mark.parametrize("moment", [8.5, 8.75, 9.0, 9.25, 9.5])
+def test_e1_does_not_fire_on_a_peer_that_would_now_say_something_else(moment: float) -> None:
+    """Its memory is lost, and with it that it wanted to leave: its CONFIRM would be another one."""
+    swarm = make_swarm(Attack(), members=7, byzantine=2, outages=1)
+    checkers, key = Checkers(swarm), swarm.keys[2]
+    swarm.world.at(7.0, lambda: swarm.leave(key))
+    swarm.world.at(moment, lambda: swarm.crash(key, lost=0.0))
+    swarm.world.at(moment + 0.2, lambda: swarm.restart(key))
+    assert swarm.run(600.0, swarm.is_over)
+    bans = [x for k in swarm.honest for _, x in swarm.events[k] if isinstance(x, Banned)]
+    assert Rule.EQUIVOCATION not in {ban.rule for ban in bans}
+    assert "one signature" not in {violation.rule for violation in checkers.violations}
 
 
 @over_all_wires
@@ -578,7 +592,7 @@ class Astray(Bowl):
 
 @over_all_wires
 def test_e5_state_of_ones_own_is_fetched_anew_and_never_a_ban(wire: str) -> None:
-    swarm = make_swarm(Attack(), wire=wire, steps=12, probation=5)
+    swarm = make_swarm(Attack(), wire=wire, steps=12, probation=5, newcomer_probation=5)
     key = swarm.keys[4]
     swarm.world.get_disk(key).machine = Astray(SIZE)
     found = finish(swarm)

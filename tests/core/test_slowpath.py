@@ -23,7 +23,7 @@ SIGNERS.sort(key=lambda signer: signer.key)
 EXAMINER = IdentityExaminer(VERIFY)
 STRANGER = SIGNERS.pop()
 KEYS = tuple(signer.key for signer in SIGNERS)
-BOUND, STRIKES, HEIGHT = 2, 3, 10
+BOUND, MOST, STRIKES, HEIGHT = 2, 3, 3, 10
 RUN = make_genesis(Config(founders=KEYS, byzantine=BOUND, size=64, steps=9)).previous
 BEFORE, OTHER = b"r" * 32, b"o" * 32
 
@@ -76,9 +76,11 @@ def everybody(**fields: Any) -> list[Letter]:
     return [say(who, **fields) for who in ALL]
 
 
-def settle(seen: Seen, strikes: dict[int, int] | None = None, successor: bytes | None = None) -> Resolution | None:
+def settle(
+    seen: Seen, strikes: dict[int, int] | None = None, successor: bytes | None = None, most: int = MOST
+) -> Resolution | None:
     counts = {KEYS[who]: count for who, count in (strikes or {}).items()}
-    return resolve(HEIGHT, KEYS, BOUND, counts, STRIKES, seen, successor)
+    return resolve(HEIGHT, KEYS, BOUND, counts, STRIKES, most, seen, successor)
 
 
 def settled(seen: Seen, **options: Any) -> Resolution:
@@ -214,13 +216,21 @@ def test_stands_if_more_than_the_bound_went_on_from_it(phases: list[Phase], stan
 
 def test_step_does_not_stand_on_what_is_missing() -> None:
     ahead = [say(number, HEIGHT + 1, OTHER, phase=Phase.SEAL) for number in range(3)]
-    assert not settled(see(everybody()[:6], ahead)).stands
+    assert not settled(see(everybody()[:6], ahead), most=7).stands
 
 
 def test_none_if_two_roots_have_an_honest_member_behind_them() -> None:
     """While ``delta`` holds this cannot be: the height before was settled for all, or had a slow path first."""
     here = [say(number, previous=BEFORE if number < 4 else OTHER) for number in ALL]
     assert settle(see(here)) is None
+
+
+def test_none_if_more_would_go_than_can_be_byzantine_or_out() -> None:
+    """Then ``delta`` did not hold: whoever is cut off would otherwise remove the rest."""
+    assert who(settled(see(everybody()[: 7 - MOST])).removed) == set(range(7 - MOST, 7))
+    assert settle(see(everybody()[: 6 - MOST])) is None
+    here = everybody()
+    assert settle(see(here, [say(number, HEIGHT + 1, OTHER) for number in range(MOST + 1)])) is None
 
 
 def test_none_if_no_root_has() -> None:

@@ -83,14 +83,16 @@ def test_agreement_catches_two_states_of_one_step(watched: Checkers) -> None:
 def test_one_signature_catches_a_second_message_at_a_height(watched: Checkers) -> None:
     key = watched.swarm.keys[0]
     for body in (b"one", b"one", b"two"):
-        payload = msgspec.msgpack.encode((NOBODY, 10_000, 5, 0, Phase.COMMIT, key, NOBODY, body))
+        payload = msgspec.msgpack.encode((watched.swarm.config.run, 10_000, 5, 0, Phase.COMMIT, key, NOBODY, body))
         watched.on_sign(key, Domain.AGREED, payload)
     assert [violation.rule for violation in watched.violations] == ["one signature"]
 
 
 def make_outcome(watched: Checkers, key: bytes, view: bytes, *, final: bool = True) -> bytes:
     body = m.Outcome(0, final, (), (), (), False, view)
-    return msgspec.msgpack.encode((NOBODY, 77, 5, 0, Phase.COMMIT, key, NOBODY, msgspec.msgpack.encode(body)))
+    return msgspec.msgpack.encode(
+        (watched.swarm.config.run, 77, 5, 0, Phase.COMMIT, key, NOBODY, msgspec.msgpack.encode(body))
+    )
 
 
 def test_one_signature_catches_a_second_vote(watched: Checkers) -> None:

@@ -73,7 +73,7 @@ def get_end(swarm: Swarm, number: int = 0) -> View:
 
 
 def run_slander(accusers: int, voters: int, founders: int, byzantine: int) -> dict[int, Any]:
-    slander = FalseAccusation(rule=Rule.GRADIENT)
+    slander = combine(FalseAccusation(rule=Rule.GRADIENT), ShieldingVotes())
     attackers: dict[int, Attack] = {founders - 1 - number: slander for number in range(accusers)}
     attackers |= {founders - 1 - accusers - number: ShieldingVotes() for number in range(voters)}
     swarm = make_swarm(founders, attackers, byzantine=byzantine, steps=2)
@@ -102,11 +102,11 @@ def test_delays_beyond_delta_remove_an_honest_member_and_never_ban_it(delay: flo
     swarm = make_swarm(steps=6)
     slow = swarm.keys[2]
     swarm.world.links.route = lambda now, sender, to, message: delay if sender == slow and now > 5 else -1.0
-    checkers = Checkers(swarm)
     swarm.run(600.0, swarm.is_over)
-    assert set(find(swarm, Removed, 0)) == {2}
+    end = get_end(swarm)
+    assert set(swarm.keys) - set(end.roster) == {slow}
+    assert end.banned == ()
     assert not find(swarm, Banned)
-    assert "no honest peer is removed" in {violation.rule for violation in checkers.violations}
 
 
 @pytest.mark.parametrize("factor", [3.0, 10.0])
@@ -127,7 +127,7 @@ def run_half(side: tuple[int, ...], *, founders: int, byzantine: int, safe: bool
     The attackers run once on each side, with the same keys. On each they do what an honest peer would.
     """
     attackers = {number: Attack() for number in range(founders - byzantine, founders)}
-    swarm = make_swarm(founders, attackers, byzantine=byzantine, partition_safe=safe, steps=5)
+    swarm = make_swarm(founders, attackers, byzantine=byzantine, outages=1, partition_safe=safe, steps=5)
     for number in range(founders - byzantine):
         if number not in side:
             swarm.world.at(6.0, lambda number=number: swarm.crash(swarm.keys[number]))  # type: ignore[misc]
@@ -292,7 +292,7 @@ def test_sybils_with_more_compute_than_promised_take_over() -> None:
     """They do all the work that probation asks for. Once in, they are the majority, and convict whom they like."""
     attack = combine(FalseAccusation(rule=Rule.GRADIENT, start=10), ShieldingVotes(start=10))
     sybils = {5 + number: attack for number in range(6)}
-    swarm = make_swarm(5, sybils, joiners=6, steps=12, probation=5, admissions=6)
+    swarm = make_swarm(5, sybils, joiners=6, steps=12, newcomer_probation=5, admissions=6)
     for number in sybils:
         swarm.start(number)
     swarm.run(800.0, swarm.is_over)

@@ -90,7 +90,7 @@ def draw_scenario(seed: int, peers: int | None = None, steps: int | None = None,
     safe = safe and 3 * b + c < n  # or a roster without those who are out has no quorum
     minority = c if attackers else n // 2  # attackers and a split: no more are cut off than may be out
     splits = splits and minority > 0 and (safe or not attackers)
-    settings = _draw_settings(random, n, b, m, c, length, safe)
+    settings = _draw_settings(seed, random, n, b, m, c, length, safe)
     joiners = random.choice((1, 1, 2)) if joins else 0
     chosen = random.sample(range(n), attackers)
     if joiners and attackers and draw() < 0.4:  # a Sybil takes the place of a founder
@@ -137,7 +137,7 @@ def _draw_numbers(random: Random, n: int, outages: bool) -> tuple[int, int, int]
     return m, c, b
 
 
-def _draw_settings(random: Random, n: int, b: int, m: int, c: int, steps: int, safe: bool) -> dict[str, Any]:
+def _draw_settings(seed: int, random: Random, n: int, b: int, m: int, c: int, steps: int, safe: bool) -> dict[str, Any]:
     draw = random.random
     tau: float | AutomaticTau = random.choice((0.5, 1.0, 4.0))
     if draw() < 0.4:
@@ -157,6 +157,9 @@ def _draw_settings(random: Random, n: int, b: int, m: int, c: int, steps: int, s
         "gradient_time": random.choice((0.0, 0.5, 1.0, 3.0)),
         "transfer_time": random.choice((0.0, 1.0)),
         "partition_safe": safe,
+        # Honest gradients have a norm of about five: tight enough for V2 and V3 to see something, or as loose as usual.
+        "cap": Random(seed ^ 0x5EED).choice((20.0, 20.0, 1000.0)),
+        "delta_max": Random(seed ^ 0xD15C).choice((8.0, 1e6)),
         "tolerance": Tolerance(1e-4, 1e-2) if draw() < 0.3 else None,
         "probation": (term := random.choice((5, 6))),
         "newcomer_probation": term,  # a newcomer should live to be a member in a run this short
