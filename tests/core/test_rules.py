@@ -204,10 +204,12 @@ class CoverAndLeave(Covered):
 
 
 def test_v1_aggregator_is_banned_too_if_the_liar_has_left() -> None:
-    found = run(CoverAndLeave(), CoverAndLeave(), members=7, byzantine=2, steps=10)
-    aggregator, liar = sorted((5, 6), key=lambda number: found.swarm.keys[number])
-    assert found.rules[liar] is Rule.GRADIENT
-    assert aggregator in found.rules
+    """Not only if a validator happens to be drawn for the liar as well."""
+    for seed in (2, 3, 6, 7):
+        found = run(CoverAndLeave(), CoverAndLeave(), members=7, byzantine=2, steps=10, seed=seed)
+        aggregator, liar = sorted((5, 6), key=lambda number: found.swarm.keys[number])
+        assert found.rules.get(liar) is Rule.GRADIENT
+        assert aggregator in found.rules
 
 
 # ---- V2 sum
@@ -251,10 +253,6 @@ def test_v2_cannot_be_cried_against_an_honest_aggregator(wire: str) -> None:
     assert found.rules == {4: Rule.REPORT}
 
 
-UNHEARD = "an aggregator whose accusation does not reach the voters in time is banned for what it accused others of"
-
-
-@pytest.mark.xfail(reason=UNHEARD, strict=True)
 @pytest.mark.parametrize("delay", [2.5, 3.5])
 def test_v2_does_not_ban_an_honest_aggregator_whose_evidence_is_late(delay: float) -> None:
     """``delta`` does not hold for it, so it may be removed. It has cheated nobody."""
@@ -266,7 +264,6 @@ def test_v2_does_not_ban_an_honest_aggregator_whose_evidence_is_late(delay: floa
     assert banned == {swarm.keys[6]}
 
 
-@pytest.mark.xfail(reason=UNHEARD, strict=True)
 def test_v2_does_not_ban_an_honest_aggregator_that_crashes_after_confirm() -> None:
     """Its CONFIRM names the accusation; when it is back, the others have voted."""
     banned = set()
@@ -304,7 +301,6 @@ class Undecidable(ShiftedAggregate):
         return delivery
 
 
-@pytest.mark.xfail(reason="accusations that nobody can decide shield their author, attempt after attempt", strict=True)
 def test_v2_is_not_escaped_by_accusations_that_nobody_can_decide() -> None:
     gap = WrongGradient(change=lambda gradient, random: 1.1 * gradient)
     options = {"members": 8, "byzantine": 2, "cap": 50.0, "tolerance": Tolerance(0.02, 0.2), "rounding": 1e-6}
@@ -465,12 +461,12 @@ def test_e1_does_not_fire_on_a_peer_that_crashes_and_comes_back(moment: float) -
     assert not finish(swarm).bans
 
 
-@pytest.mark.parametrize("moment", [8.5, 8.75, 9.0, 9.25, 9.5])
+@pytest.mark.parametrize("moment", [9.2, 9.4, 9.6, 9.8])
 def test_e1_does_not_fire_on_a_peer_that_would_now_say_something_else(moment: float) -> None:
     """Its memory is lost, and with it that it wanted to leave: its CONFIRM would be another one."""
     swarm = make_swarm(Attack(), members=7, byzantine=2, outages=1)
     checkers, key = Checkers(swarm), swarm.keys[2]
-    swarm.world.at(7.0, lambda: swarm.leave(key))
+    swarm.world.at(5.5, lambda: swarm.leave(key))
     swarm.world.at(moment, lambda: swarm.crash(key, lost=0.0))
     swarm.world.at(moment + 0.2, lambda: swarm.restart(key))
     assert swarm.run(600.0, swarm.is_over)

@@ -106,6 +106,17 @@ def check_commit(peer: Peer, transcript: Transcript, target: bytes, accusing: bo
     return (Verdict.GUILTY if wrong else Verdict.INNOCENT), wrong
 
 
+def make_charge(
+    transcript: Transcript, accused: bytes, wrong: tuple[int, ...], commit: Letter | None = None
+) -> m.Accusation:
+    """V4: a gradient that is not what its seed gives, or a report that is not what its gradient gives."""
+    view = transcript.view
+    commit = commit or transcript.phases[Phase.COMMIT][accused]
+    report = (transcript.reports or {}).get(accused) if wrong else None
+    quoted = report.message if report is not None else None
+    return m.Accusation(Rule.GRADIENT, accused, view.step, view.attempt, wrong, commit.message, quoted, (), ())
+
+
 def _compare(peer: Peer, parts: dict[int, bytes], mine: Sequence[bytes]) -> Verdict:
     """Tolerant: the committed bytes against my own gradient, over the parts that could be had."""
     if not parts:
@@ -180,7 +191,9 @@ def check_case(peer: Peer, case: Case, until: float) -> Story:
         transcript = peer.transcripts.get((case.suspect.step, case.suspect.attempt))
         if transcript is None:
             return Verdict.NOT_RECEIVED
-        verdict, _ = yield from check_commit(peer, transcript, case.suspect.key)
+        verdict, wrong = yield from check_commit(peer, transcript, case.suspect.key, accusing=True)
+        if wrong:  # whoever let its lies pass is still here: the next CONFIRM says so
+            peer.charges.append(make_charge(transcript, case.suspect.key, wrong))
         return verdict
     if case.part is not None:
         return _check_part(peer, case.part)

@@ -38,6 +38,9 @@ Cases = Mapping[bytes, m.Accusation | m.Proof]
 """Accusations and proofs by their digests: whoever has the digest knows that it has the right one."""
 
 
+_UNHEARD = "accused without evidence"
+
+
 @dataclass(frozen=True, slots=True)
 class Offence:
     """Why somebody is banned."""
@@ -266,8 +269,10 @@ def find_voters(config: Config, transcript: Transcript, step: int, attempt: int)
 
 def is_received(transcript: Transcript, case: Case) -> bool:
     """Whether enough members have the evidence. If so, an honest one has it, and all can get it."""
-    roster, ballots = transcript.view.roster, _ballots(transcript, case.digest)
-    return 2 * sum(ballots.get(key) is Verdict.NOT_RECEIVED for key in roster) <= len(roster)
+    view, ballots = transcript.view, _ballots(transcript, case.digest)
+    others = [key for key in view.roster if key not in case.accusers]
+    lacking = sum(ballots.get(key) is Verdict.NOT_RECEIVED for key in others)
+    return 2 * lacking <= len(others) or lacking <= view.bound
 
 
 def _ballots(transcript: Transcript, digest: bytes) -> dict[bytes, Verdict]:
@@ -354,7 +359,7 @@ def _decide_votes(
             if not any(case.digest == digest for case in agenda):
                 break  # beyond its share of the agenda
             if digest not in verdicts:
-                decision.remove(key, "accused without evidence")
+                decision.remove(key, _UNHEARD)
                 break
             if verdicts[digest] is Verdict.INNOCENT:
                 reason = "a false accusation"
@@ -440,7 +445,6 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
     parts = len(view.roster)
     if not bodies:
         return
-    spared = find_cut(transcript) | decision.undecided
     failing: dict[bytes, Offence] = {}
     evidence: tuple[Signed, ...] | None = None
     for part, size in enumerate(sizes):
@@ -457,8 +461,12 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
                 failing[view.roster[part]] = Offence(Rule.SUM, view.step, reason, evidence)
     if len(failing) > view.bound:
         return  # more than there can be attackers: it was not they, and the step is tried again
+    corrected_parts = {view.roster[part] for _, part in decision.corrections}
+    cut = find_cut(transcript) & corrected_parts  # it named more liars than fit: those convicted go in its place
     for key, offence in failing.items():
-        if key not in spared:  # it may be right about those who lied of its part
+        if key in decision.undecided:  # it may be right about those who lied; but no attempt is lost for free
+            decision.remove(key, "its aggregate is off balance, and nobody can tell whose fault that is")
+        elif key not in cut and decision.removed.get(key) != _UNHEARD:  # not heard in time is not proven wrong
             decision.ban(key, offence)
 
 

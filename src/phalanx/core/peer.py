@@ -34,6 +34,8 @@ _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ROUNDS = 8
 _MOST_TRIALS = 4
+_GOSSIP_BYTES = 1 << 23
+"""Of one member in one round of a slow path, before the message that goes beyond it."""
 _STATE_BYTES = 64
 """No state has more bytes than this for each coordinate: parameters, and what optimizers keep of them."""
 _ANSWERS = 64
@@ -117,6 +119,8 @@ class Peer:
         self.cases: dict[bytes, m.Accusation | m.Proof] = {}
         self.proofs: dict[bytes, bytes] = {}
         """Accused key to the digest of a proof against it that nobody has acted on yet."""
+        self.charges: list[m.Accusation] = []
+        """What I found about those who left, for my next CONFIRM."""
         self.joins: dict[bytes, Letter] = {}
         self.asked: set[tuple[Any, ...]] = set()
         self.answers: dict[tuple[bytes, type], tuple[float, int]] = {}
@@ -677,10 +681,14 @@ def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
     if sender in peer.circle and peer.level - 1 <= message.height <= peer.level + _FUTURE_HEIGHTS:
         places = [place for place, queues in peer.gossip.items() if sender in queues]
         place = (message.height, message.round)
-        if place not in places and len(places) >= _ROUNDS:
-            del peer.gossip[min(places)][sender]  # of what one member sends the latest rounds are kept
+        if place not in places and len(places) >= _ROUNDS:  # of what one member sends the latest rounds are kept
+            oldest = min(places)
+            del peer.gossip[oldest][sender]
+            if not peer.gossip[oldest]:
+                del peer.gossip[oldest]
         queue = peer.gossip.setdefault(place, {}).setdefault(sender, [])
-        if sum(len(gossip.items) for gossip in queue) + len(queue) < 8 * len(peer.circle) + 64:
+        held = sum(len(x.body) for gossip in queue for relay in gossip.items for x in relay.messages)
+        if len(queue) < 8 * len(peer.circle) + 64 and held < _GOSSIP_BYTES:
             queue.append(message)
     yield from ()
 

@@ -25,6 +25,7 @@ from phalanx.core.checking import (
     fetch_case,
     fetch_evidence,
     is_proven,
+    make_charge,
     read_aggregates,
 )
 from phalanx.core.config import Config
@@ -217,12 +218,7 @@ def check_targets(peer: Peer) -> Story:
         agreed = transcript.phases.get(Phase.COMMIT, {}).get(check.target)
         commit = agreed or peer.get_trial(transcript, check.target)
         if verdict is Verdict.GUILTY and commit is not None:
-            report = (transcript.reports or {}).get(check.target) if wrong else None
-            quoted = report.message if report is not None else None
-            step, attempt = transcript.view.step, transcript.view.attempt
-            accusations.append(
-                m.Accusation(Rule.GRADIENT, check.target, step, attempt, wrong, commit.message, quoted, (), ())
-            )
+            accusations.append(make_charge(transcript, check.target, wrong, commit))
     return tuple(m.Finding(key, findings[key]) for key in sorted(findings)), accusations
 
 
@@ -481,10 +477,11 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
 def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m.Confirm:
     view = peer.view
     digests = []
-    for charge in accusations:
+    for charge in (*accusations, *peer.charges):
         digest = compute_case_digest(charge)
         peer.cases[digest] = charge
         digests.append(digest)
+    peer.charges.clear()
     digests += [digest for accused, digest in sorted(peer.proofs.items()) if accused in peer.circle]
     known = {*view.roster, *view.banned, *(candidate.key for candidate in view.candidates)}
     joins = sorted(key for key in peer.joins if key not in known)
