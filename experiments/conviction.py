@@ -5,8 +5,8 @@ docs/PROTOCOL.md, section 9, predicts a conviction after ``1 / p`` steps on aver
     python experiments/conviction.py --runs 1000 --share 1 [--silent] [--jobs 2] [--json]
 
 prints, for (n, b, m) = (8, 3, 1), (16, 7, 1), (16, 4, 2), the mean of (step of the convicted gradient - first step of
-the attack + 1), its standard error, and the prediction. ``--silent``: the attacker falls silent whenever a gradient that it
-cheated with is about to be checked. Exit 1 if a mean is more than three standard errors off.
+the attack + 1), its standard error, and the prediction. With ``--silent`` the attacker falls silent whenever a gradient
+that it cheated with is about to be checked. Exit 1 if a mean is more than three standard errors off.
 """
 
 from __future__ import annotations
