@@ -131,7 +131,7 @@ def test_combined_attacks_both_act() -> None:
     arena = run_arena(attack, seed=3)
     assert_safe(arena)
     assert arena.removed == set(arena.attackers)
-    assert 0 in arena.insiders[arena.attackers[0]].notes["steps"]
+    assert min(arena.insiders[arena.attackers[0]].notes["steps"]) < 2  # before the other begins
 
 
 def test_a_vector_function_is_an_attack() -> None:
