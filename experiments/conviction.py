@@ -2,7 +2,7 @@
 
 docs/PROTOCOL.md, section 9, predicts a conviction after ``1 / p`` steps on average, ``p = q m (n - b) / (n (n - 1))``.
 
-    python experiments/conviction.py --runs 1000 --share 1 [--silent] [--jobs 2] [--json]
+    python experiments/conviction.py --runs 1000 --share 1 [--silent] [--only 16,4,2] [--jobs 2] [--json]
 
 prints, for (n, b, m) = (8, 3, 1), (16, 7, 1), (16, 4, 2), the mean of (step of the convicted gradient - first step of
 the attack + 1), its standard error, and the prediction. With ``--silent`` the attacker falls silent whenever a gradient
@@ -120,13 +120,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--share", type=float, default=1.0)
     parser.add_argument("--silent", action="store_true")
+    parser.add_argument("--only", help="one setting, such as 16,4,2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows, fine = [], True
+    settings = [tuple(map(int, options.only.split(",")))] if options.only else SETTINGS
     with ProcessPoolExecutor(options.jobs) as pool:
-        for n, b, m in SETTINGS:
+        for n, b, m in settings:
             jobs = [(n, b, m, options.share, options.silent, options.seed + i) for i in range(options.runs)]
             found = list(pool.map(run_once, jobs, chunksize=4))
             steps = [x for x in found if x is not None]
