@@ -63,7 +63,7 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
             enough = peer.time  # all honest messages may be here: what is missing is kept back
             pull_at = min(pull_at, peer.time + delta)
         if peer.time >= pull_at:
-            yield from _pull(peer, height)
+            yield from _pull(peer, height, work)
             pull_at = peer.time + delta
         deadline = max(peer.entered + 4 * delta, peer.grace) + work if complaint is None else again
         if peer.member and peer.time >= deadline:
@@ -110,13 +110,13 @@ def _show_difference(peer: Peer, height: int, wrong: Letter) -> m.Alarm:
     return m.Alarm(height, 0, (*letters, wrong.message))
 
 
-def _pull(peer: Peer, height: int) -> Story:
+def _pull(peer: Peer, height: int, work: float) -> Story:
     """Ask for what is missing; if that takes long, also whether the run went on without me."""
     page = peer.page(height)
     missing = tuple(sorted(key for key in peer.view.roster if key not in page.letters))
     if missing:
         yield Broadcast(peer.others, m.PullMessages(height, missing))
-    if not peer.member or peer.time > peer.entered + 8 * peer.config.delta:
+    if not peer.member or peer.time > peer.entered + 8 * peer.config.delta + work:
         yield Broadcast(peer.others, m.PullChain(peer.base.height))
 
 
