@@ -37,7 +37,8 @@ def main() -> None:
         print(f"phalanx: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"phalanx: {error.strerror or error}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"phalanx: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(2)
 
 

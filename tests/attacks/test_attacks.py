@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from arena import Arena, assert_safe, run_arena
@@ -14,12 +14,6 @@ from phalanx.core.config import AutomaticTau
 from phalanx.core.events import Banned, Synced
 from phalanx.core.messages import Phase
 
-FETCHING = "voters fetch the evidence of one case after another under one deadline: honest accusers look empty-handed"
-NO_VOTERS = "everybody who holds a proof accuses, and accusers have no vote: nobody is left to convict"
-LATE_STRIKES = "a strike settled after the next view was made is in the view of some and not of others"
-NOT_A_NUMBER = "an aggregate that holds no numbers counts as withheld, not as malformed"
-STARVED_JOINER = "a joiner asks the same servers first after every step: two that stall keep it out"
-
 
 @dataclass(frozen=True)
 class Fate:
@@ -29,8 +23,6 @@ class Fate:
     removable: int = 0
     """Honest members that may go as well, each with an attacker."""
     steps: int = 8
-    known: str = field(default="", kw_only=True)
-    """Why this fails at present."""
 
 
 def get_fate(arena: Arena, key: bytes) -> str:
@@ -159,15 +151,7 @@ FATES: dict[str, Fate] = {
 }
 
 
-def mark(name: str, known: str) -> object:
-    return pytest.param(name, marks=pytest.mark.xfail(reason=known, strict=True) if known else ())
-
-
-def test_every_attack_has_its_fate() -> None:
-    assert set(FATES) == set(ATTACKS)
-
-
-@pytest.mark.parametrize("name", [mark(name, fate.known) for name, fate in FATES.items()])
+@pytest.mark.parametrize("name", FATES)
 def test_two_attackers(name: str) -> None:
     attack = ATTACKS[name]()
     check(run_arena(attack, attack, seed=2, limit=150.0), FATES[name], FATES[name])
@@ -175,37 +159,36 @@ def test_two_attackers(name: str) -> None:
 
 # ---- Attacks that need somebody to open the door
 
-TOGETHER: dict[str, tuple[Fate, Fate, str]] = {
-    "equivocate_seal+false_accusation_gradient": (Fate(("E1", "-")), V4, ""),
-    "silent_seal+false_accusation_gradient": (REMOVED, V4, ""),
-    "equivocate_abort+wrong_reveal": (Fate(("E1", "-")), E2, ""),
-    "silent_abort+wrong_reveal": (REMOVED, E2, ""),
-    "equivocate_aggregate_again+false_complaint": (Fate(("E1", "E1+E4")), PAIR, ""),
-    "silent_aggregate_again+false_complaint": (REMOVED, PAIR, ""),
-    "equivocate_report_again+deaf_to_aggregates": (E1, REMOVED, ""),
-    "silent_report_again+deaf_to_aggregates": (REMOVED, REMOVED, ""),
-    "late_second_value+silent_aggregate": (E1, REMOVED, ""),
-    "too_late_second_value+silent_report": (HARMLESS, REMOVED, ""),
-    "late_endorsements+silent_reveal": (HARMLESS, REMOVED, ""),
-    "votes_to_some+silent_confirm": (HARMLESS, REMOVED, ""),
-    "two_votes+equivocate_report": (HARMLESS, E1, ""),
-    "withheld_certificates+silent_report": (HARMLESS, REMOVED, ""),
-    "equivocate_vote+false_accusation_gradient": (E1, V4, ""),
-    "silent_vote+false_accusation_gradient": (REMOVED, V4, ""),
-    "premature_timeouts+silent_aggregate": (HARMLESS, REMOVED, ""),
-    "flood+silent_confirm": (HARMLESS, REMOVED, ""),
-    "accusation_spam+wrong_gradient": (REMOVED, V4, ""),
-    "accusation_spam+equivocate_report": (REMOVED, E1, ""),
-    "wrong_root@2+silent_report@2": (REMOVED, REMOVED, ""),
-    "shielding_votes+false_accusation_report": (HARMLESS, V1, ""),
-    "withheld_certificates+wrong_reveal": (HARMLESS, E2, ""),
+TOGETHER: dict[str, tuple[Fate, Fate]] = {
+    "equivocate_seal+false_accusation_gradient": (Fate(("E1", "-")), V4),
+    "silent_seal+false_accusation_gradient": (REMOVED, V4),
+    "equivocate_abort+wrong_reveal": (Fate(("E1", "-")), E2),
+    "silent_abort+wrong_reveal": (REMOVED, E2),
+    "equivocate_aggregate_again+false_complaint": (Fate(("E1", "E1+E4")), PAIR),
+    "silent_aggregate_again+false_complaint": (REMOVED, PAIR),
+    "equivocate_report_again+deaf_to_aggregates": (E1, REMOVED),
+    "silent_report_again+deaf_to_aggregates": (REMOVED, REMOVED),
+    "late_second_value+silent_aggregate": (E1, REMOVED),
+    "too_late_second_value+silent_report": (HARMLESS, REMOVED),
+    "late_endorsements+silent_reveal": (HARMLESS, REMOVED),
+    "votes_to_some+silent_confirm": (HARMLESS, REMOVED),
+    "two_votes+equivocate_report": (HARMLESS, E1),
+    "withheld_certificates+silent_report": (HARMLESS, REMOVED),
+    "equivocate_vote+false_accusation_gradient": (E1, V4),
+    "silent_vote+false_accusation_gradient": (REMOVED, V4),
+    "premature_timeouts+silent_aggregate": (HARMLESS, REMOVED),
+    "flood+silent_confirm": (HARMLESS, REMOVED),
+    "accusation_spam+wrong_gradient": (REMOVED, V4),
+    "accusation_spam+equivocate_report": (REMOVED, E1),
+    "wrong_root@2+silent_report@2": (REMOVED, REMOVED),
+    "shielding_votes+false_accusation_report": (HARMLESS, V1),
+    "withheld_certificates+wrong_reveal": (HARMLESS, E2),
 }
 
 
-@pytest.mark.parametrize("pair", [mark(pair, known) for pair, (_, _, known) in TOGETHER.items()])
+@pytest.mark.parametrize("pair", TOGETHER)
 def test_together(pair: str) -> None:
-    first, second, _ = TOGETHER[pair]
-    check(run_arena(*map(load_attack, pair.split("+")), seed=2), first, second)
+    check(run_arena(*map(load_attack, pair.split("+")), seed=2), *TOGETHER[pair])
 
 
 def test_garbage_in_the_slow_path() -> None:

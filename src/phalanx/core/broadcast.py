@@ -86,7 +86,7 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
                 break
     values = {key: page.letters[key] for key in view.roster}
     root = compute_values_root(view.roster, values)
-    transcript.record(height, phase, values, root)
+    transcript.record(height, phase, values)
     peer.level, peer.root, peer.entered = height, root, peer.time
     return values
 
@@ -168,6 +168,8 @@ class _Exchange:
     """Members whose first message of this exchange was looked at: one set of letters from each."""
     certificate: list[Letter] | None = None
     prepared: list[Letter] | None = None
+    shown: set[bytes] = field(default_factory=set)
+    """Which prepared outcomes came with their votes."""
 
     def offer(self, letters: Sequence[Letter]) -> bool:
         """Take an item; whether it was news that others should have."""
@@ -183,15 +185,21 @@ class _Exchange:
                 return True
             return False
         if isinstance(first.body, m.Outcome):
-            higher = self.prepared is None or _get_rank(first) > _get_rank(self.prepared[0])
-            if higher and self._is_prepared(letters):
-                self.prepared = list(letters)
-                return True
-            return False
+            return self._is_prepared(letters) and self.note_prepared(letters)
         if self.certificate is None and self._is_complete(letters):
             self.certificate = list(letters)
             return True
         return False
+
+    def note_prepared(self, letters: Sequence[Letter]) -> bool:
+        """Take a quorum of first votes, and go by the latest; whether it was new."""
+        name = _name_outcome(letters[0])
+        if name in self.shown:
+            return False
+        self.shown.add(name)
+        if self.prepared is None or _get_rank(letters[0]) > _get_rank(self.prepared[0]):
+            self.prepared = list(letters)
+        return True
 
     def note_gossip(self, member: bytes, gossip: m.Gossip) -> None:
         """What a member put in, taken together: the first letter of each sender at this height."""
@@ -262,7 +270,9 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
             while True:
                 if alarm.evidence:
                     yield Broadcast(others, alarm)
-                exchange = _Exchange(peer, epoch, height, round_, prepared=prepared)
+                exchange = _Exchange(peer, epoch, height, round_)
+                if prepared is not None:
+                    exchange.note_prepared(prepared)
                 yield from _exchange_items(exchange, others)
                 if exchange.certificate is not None:
                     for letter in exchange.certificate:
@@ -410,8 +420,11 @@ def _choose(exchange: _Exchange) -> m.Outcome | None:
     """What to vote for: what may have been settled in an earlier round, or else the conclusion from what was seen."""
     peer, epoch = exchange.peer, exchange.epoch
     if exchange.round > 0:
-        status = [x for held in exchange.seen.timeouts.values() for x in held[:1]]
-        if len(status) < compute_quorum(peer.config, epoch.view):
+        # Two quorums share an honest member: if an earlier round was settled, one of these says what is prepared. Its
+        # word counts only together with the votes behind it, or they could be late and it would go unheeded.
+        status = [x.body for held in exchange.seen.timeouts.values() for x in held[:1]]
+        heard = [x for x in status if isinstance(x, m.Timeout) and (x.prepared is None or x.prepared in exchange.shown)]
+        if len(heard) < compute_quorum(peer.config, epoch.view):
             return None
     resolution = _resolve(exchange)
     view = peer.follow(peer, epoch, exchange.height, resolution) if resolution is not None else None
@@ -440,6 +453,10 @@ def _resolve(exchange: _Exchange) -> Resolution | None:
         exchange.seen,
         get_successor(epoch, exchange.height),
     )
+
+
+def _name_outcome(vote: Letter) -> bytes:
+    return compute_digest("outcome", _core(vote))
 
 
 def _get_rank(vote: Letter) -> tuple[int, int]:
@@ -544,7 +561,7 @@ def _say_failed(
     peer: Peer, epoch: Transcript, height: int, round_: int, prepared: list[Letter] | None, others: tuple[bytes, ...]
 ) -> Story:
     """The round before ``round_`` brought no quorum; this is what I hold of it."""
-    name = compute_digest("outcome", _core(prepared[0])) if prepared is not None else None
+    name = _name_outcome(prepared[0]) if prepared is not None else None
     body = m.Timeout((), round_, name)
     timeout = yield Sign(height, epoch.view.step, epoch.view.attempt, epoch.heights[height], bytes(32), body)
     peer.take(timeout)

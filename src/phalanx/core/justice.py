@@ -256,7 +256,7 @@ def find_distant(config: Config, transcript: Transcript) -> list[int]:
     return [j for j in range(parts) if 2 * sum(body.norms[j] > config.delta_max for body in reports) > len(reports)]
 
 
-def find_voters(config: Config, transcript: Transcript, step: int, attempt: int) -> set[bytes]:
+def find_voters(transcript: Transcript, step: int, attempt: int) -> set[bytes]:
     """Members now that were members then. Nobody votes on what is no longer kept."""
     view = transcript.view
     if (step, attempt) == (view.step, view.attempt):
@@ -335,7 +335,7 @@ def _decide_votes(
     for case in agenda:
         if case.suspect is not None:
             suspect = case.suspect
-            voters = find_voters(config, transcript, suspect.step, suspect.attempt) - {suspect.key}
+            voters = find_voters(transcript, suspect.step, suspect.attempt) - {suspect.key}
             verdict = _tally(transcript, case.digest, voters)
             if verdict is Verdict.GUILTY:
                 reason = "left, and its gradient was wrong"
@@ -346,7 +346,7 @@ def _decide_votes(
             charge = cases[case.digest]
             step, attempt = get_place(charge)
             # Those who accuse vote too: of what is true all honest members may be the accusers.
-            voters = find_voters(config, transcript, step, attempt) - {get_accused(charge)}
+            voters = find_voters(transcript, step, attempt) - {get_accused(charge)}
             verdicts[case.digest] = _tally(transcript, case.digest, voters)
     decision.acquitted = tuple(acquitted)
     decision.undecided = {

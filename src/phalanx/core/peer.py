@@ -39,7 +39,7 @@ _GOSSIP_BYTES = 1 << 23
 _STATE_BYTES = 64
 """No state has more bytes than this for each coordinate: parameters, and what optimizers keep of them."""
 _ANSWERS = 64
-"""Requests of one kind from one peer that are answered within ``delta``."""
+"""Messages of one kind from one peer that are taken up within ``delta``."""
 
 
 Follow: TypeAlias = "Callable[[Peer, Transcript, int, Resolution], View | None]"
@@ -479,7 +479,7 @@ def make_chunks(make: Callable[[int, int, bytes], Message], data: bytes) -> list
 
 
 def _may_answer(peer: Peer, sender: bytes, kind: type, most: int = _ANSWERS) -> bool:
-    """Whether this kind of request has not come too often within ``delta``. No kind uses up what another may need."""
+    """Whether this kind of message has not come too often within ``delta``. No kind uses up what another may need."""
     since, count = peer.answers.get((sender, kind), (-math.inf, 0))
     if peer.now - since >= peer.config.delta:
         since, count = peer.now, 0
@@ -503,6 +503,8 @@ def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Story
 
 
 def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
+    if sender not in peer.circle or not _may_answer(peer, sender, m.Certificate):
+        return
     for signed in message.messages:
         yield from peer.take(signed)
     if peer.seeking is not None:
@@ -612,6 +614,8 @@ def _on_pull_chain(peer: Peer, sender: bytes, message: m.PullChain) -> Story:
 
 def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
     """Walk from the view we are in to the latest that is certified, each by the roster of the one before."""
+    if sender not in peer.circle or not _may_answer(peer, sender, m.Chain, 8):
+        return
     view, adopted = peer.base, None
     for link in message.links:
         later = decode_view(link.view)

@@ -61,7 +61,6 @@ class Transcript:
     duties: Duties
     phases: dict[Phase, Values] = field(default_factory=dict)
     heights: dict[int, Phase] = field(default_factory=dict)
-    roots: dict[Phase, bytes] = field(default_factory=dict)
     sealing: View | None = None
     """The view that SEAL or ABORT, once complete, leads to."""
     offences: dict[bytes, Any] = field(default_factory=dict)
@@ -76,10 +75,9 @@ class Transcript:
     """Heights whose slow path ended without anybody going."""
     randomness: bytes | None = None
 
-    def record(self, height: int, phase: Phase, values: Values, root: bytes) -> None:
+    def record(self, height: int, phase: Phase, values: Values) -> None:
         self.phases[phase] = values
         self.heights[height] = phase
-        self.roots[phase] = root
 
     @property
     def reports(self) -> Values | None:

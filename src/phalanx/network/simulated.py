@@ -371,7 +371,6 @@ class World:
         on_note: Callable[[bytes, Any], None] | None = None,
         keep_notes: bool = True,
     ) -> None:
-        self.run_id = run
         self.seed = seed
         self.links = Links() if links is None else links
         self.now = 0.0
