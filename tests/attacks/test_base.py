@@ -57,7 +57,7 @@ def test_own_attack_from_a_file(tmp_path: Path, name: str, start: int) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("nonsense", "not one of honest, wrong_gradient"),
+        ("nonsense", "attack 'nonsense' is unknown; expected one of none, sign_flip"),
         ("", "expected NAME or FILE.py:NAME"),
         ("honest@x", "expected NAME or FILE.py:NAME"),
         ("honest%2", "a probability is a number from 0 to 1"),

@@ -381,3 +381,40 @@ def test_a_flood_of_sets_of_letters_does_not_settle_two_outcomes() -> None:
     assert swarm.byzantine == plot
     assert all(insider.notes["flooded"] for insider in swarm.insiders.values())
     assert get_bans(swarm) == {swarm.keys[7]: Rule.EQUIVOCATION}
+
+
+def test_a_banned_peer_gets_nothing_from_honest_ones() -> None:
+    """It went on following, and had every member send it every aggregate: many times what an honest step costs."""
+    sent: list[tuple[bytes, Message]] = []
+
+    def route(now: float, sender: bytes, to: bytes, message: Message) -> float:
+        peer = swarm.get_peer(sender)
+        if to in swarm.byzantine and peer is not None and to in peer.view.banned and sender not in swarm.byzantine:
+            sent.append((sender, message))
+        return USUAL
+
+    setup = Setup(founders=7, settings={"byzantine": 2, "steps": 12}, attackers={0: WrongGradient()})
+    swarm = Swarm(setup, 1, Links(route=route), keep_events=True)
+    swarm.run(300.0, swarm.is_over)
+    bans = get_bans(swarm)
+    assert set(bans) == swarm.byzantine
+    assert not sent
+
+
+def test_one_that_only_follows_asks_a_few_at_a_time() -> None:
+    """A stranger that asks to join costs the swarm a few copies of what it needs, not one from every member."""
+    copies: dict[tuple[int, int, int], int] = {}
+
+    def route(now: float, sender: bytes, to: bytes, message: Message) -> float:
+        if to == swarm.keys[7] and isinstance(message, m.AggregateChunk):
+            place = (message.step, message.attempt, message.part)
+            copies[place] = copies.get(place, 0) + 1
+        return USUAL
+
+    setup = Setup(founders=7, joiners=1, settings={"byzantine": 2, "steps": 10})
+    swarm = Swarm(setup, 1, Links(route=route), keep_events=True)
+    swarm.world.at(2.0, lambda: swarm.start(7))
+    swarm.run(300.0, swarm.is_over)
+    assert swarm.is_over()
+    assert copies
+    assert max(copies.values()) <= 3

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.partition import BLOCK, compute_part_sizes, join_parts, split_parts
+from phalanx.core.partition import BLOCK, _split_blocks, compute_part_sizes, join_parts, split_parts
 
 
 @settings(deadline=None, derandomize=True)
@@ -17,6 +17,14 @@ def test_splitting_and_joining_is_the_identity(count: int, extra: int) -> None:
     assert min(len(part) for part in parts) > 0
     assert all(part.is_contiguous() for part in parts)
     assert torch.equal(join_parts(parts), vector)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 40), st.integers(0, 30_000))
+def test_short_vectors_are_cut_as_long_ones(count: int, extra: int) -> None:
+    vector = torch.arange(count + extra)
+    for part, same in zip(split_parts(vector, count), _split_blocks(vector, count), strict=True):
+        assert torch.equal(part, same)
 
 
 def test_blocks_go_round_robin() -> None:

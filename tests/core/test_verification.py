@@ -26,7 +26,9 @@ from phalanx.core.verification import (
     compare_gradients,
     compute_column,
     compute_report,
+    decode_aggregates,
     decode_tensor,
+    encode_parts,
     encode_tensor,
     is_balanced,
     is_same_report,
@@ -34,6 +36,7 @@ from phalanx.core.verification import (
     projection_seeds,
     read_aggregate,
     read_part,
+    read_parts,
     report_tolerance,
     shift_bound,
     sum_bound,
@@ -212,6 +215,14 @@ def test_a_part_with_a_number_that_is_not_finite_counts_as_zero(value: float, si
     assert read_aggregate(encode_tensor(vector), size, dtype, 1e9) is None
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_signalling_nan_is_no_reason_to_warn(count: int, dtype: torch.dtype) -> None:
+    bits = {torch.float32: b"\x01\x00\x80\x7f", torch.float16: b"\x01\x7c", torch.bfloat16: b"\x81\x7f"}[dtype]
+    for part, valid in read_parts([bits] * count, (1,) * count, dtype, 1.0):
+        assert not valid
+        assert torch.equal(part, torch.zeros(1, dtype=dtype))
+
+
 @pytest.mark.parametrize("size", [1, 16, 70_000])
 def test_a_part_that_is_too_long_counts_as_zero(size: int, dtype: torch.dtype) -> None:
     vector = normal(size)
@@ -220,6 +231,25 @@ def test_a_part_that_is_too_long_counts_as_zero(size: int, dtype: torch.dtype) -
         part, valid = read_part(encode_tensor(wire), size, dtype, 3.0)
         assert valid is expected
         assert torch.equal(part, wire if expected else torch.zeros_like(wire))
+
+
+@pytest.mark.parametrize("sizes", [(5,), (5, 4, 4), (20_000, 20_000), (1, 0, 3)])
+def test_many_at_once_are_read_as_each_alone(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Also where some are not finite, too long, next to the limit, or of the wrong length."""
+    for scale in (0.5, 1.0, 1.02, 1.0204, 3.0, NAN, INF):
+        parts = [(scale * torch.ones(size, dtype=torch.float64) / math.sqrt(max(size, 1))).to(dtype) for size in sizes]
+        parts[0] = torch.zeros_like(parts[0])
+        pieces = encode_parts(parts)
+        assert pieces == [encode_tensor(part) for part in parts]
+        for data in (pieces, [*pieces[:-1], pieces[-1] + b"x"]):
+            each = zip(data, sizes, strict=True)
+            alone = [(read_part(x, size, dtype, 1.0), read_aggregate(x, size, dtype, 1.0)) for x, size in each]
+            found, aggregates = read_parts(data, sizes, dtype, 1.0), decode_aggregates(data, sizes, dtype, 1.0)
+            assert [valid for _, valid in found] == [valid for (_, valid), _ in alone]
+            for (part, _), aggregate, ((one, _), other) in zip(found, aggregates, alone, strict=True):
+                assert torch.equal(part, one)
+                assert (aggregate is None) == (other is None)
+                assert aggregate is None or other is None or torch.equal(aggregate, other)
 
 
 def test_an_aggregate_that_is_too_long_is_none(dtype: torch.dtype) -> None:
@@ -257,7 +287,8 @@ def test_a_norm_next_to_its_limit_is_judged_by_the_exact_sum() -> None:
         limit = math.sqrt(allowed)
         expected = square <= limit * limit
         for _ in range(5):
-            assert verification._is_within(torch.from_numpy(rng.permutation(values)), limit) is expected
+            vector = torch.from_numpy(rng.permutation(values))
+            assert verification._is_within(vector, verification._square(vector), limit) is expected
 
 
 # --- Reports ---

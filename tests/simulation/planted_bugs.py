@@ -499,7 +499,7 @@ bug(
 )
 bug(
     "the step is final before it is settled",
-    ("run_peer", "if not riding:", "if True:"),
+    ("run_made_peer", "if not riding:", "if True:"),
     peers=5,
     steps=4,
     attackers=(f"{HERE}:TwoConfirms",),
@@ -605,9 +605,14 @@ bug(
 bug(
     "parts that are no numbers are taken as they are",
     (
-        "read_part",
-        "return torch.zeros(size, dtype=dtype), False",
-        "return (torch.zeros(size, dtype=dtype) if part is None else part), False",
+        "read_parts",
+        "(torch.zeros(size, dtype=dtype), False) if part is None",
+        "(decode_tensor(data, size, dtype), False) if part is None",
+    ),
+    (
+        "read_parts",
+        "for part, size in zip(found, sizes, strict=True)",
+        "for part, size, data in zip(found, sizes, pieces, strict=True)",
     ),
     peers=5,
     steps=3,
@@ -615,7 +620,11 @@ bug(
 )
 bug(
     "aggregates may be no numbers",
-    ("read_aggregate", "if aggregate is None or not _is_within(aggregate, limit):", "if aggregate is None:"),
+    (
+        "decode_aggregates",
+        "return _read_within(pieces, sizes, dtype, [_longest_aggregate(cap, size, dtype) for size in sizes])",
+        "return [decode_tensor(data, size, dtype) for data, size in zip(pieces, sizes, strict=True)]",
+    ),
     peers=5,
     steps=3,
     attackers=("nonfinite_aggregate",),
@@ -793,6 +802,7 @@ bug(
     ),
     ("make_confirm", "known = {*view.roster, *view.banned,", "known = {*view.roster,"),
     ("key_may_ask", "peer.key not in view.banned and ", ""),
+    ("Peer.receive", " and delivery.sender not in self.banned:", ":"),
     peers=5,
     steps=6,
     attackers=("wrong_reveal",),

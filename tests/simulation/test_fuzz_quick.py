@@ -49,9 +49,11 @@ def test_one_seed_is_one_run() -> None:
     assert run_scenario(scenario).trace_digest != run_scenario(other).trace_digest
 
 
-def test_a_run_is_the_same_in_another_process() -> None:
+@pytest.mark.parametrize("attack", ["equivocate", "framing", "hit_and_vanish"])
+def test_a_run_is_the_same_in_another_process(attack: str) -> None:
     """Whatever the order in which sets of keys are walked through there."""
-    code = "from phalanx.simulation.scenario import *; print(run_scenario(draw_scenario(12, 5, 8)).trace_digest)"
+    scenario = f"draw_scenario(12, 7, 6, {attack!r})"
+    code = f"from phalanx.simulation.scenario import *; print(run_scenario({scenario}).trace_digest)"
     found = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 import runpy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from phalanx.attacks.base import Attack, Combined, Insider, Mail, Plot, combine
-from phalanx.attacks.table import ATTACKS
+from phalanx.attacks.table import ATTACKS, FAMILIES, PAPER
 from phalanx.core.errors import LocalError
 
-__all__ = ["ATTACKS", "Attack", "Insider", "Mail", "Plot", "combine", "load_attack"]
+__all__ = ["ATTACKS", "PAPER", "Attack", "Insider", "Mail", "Plot", "combine", "load_attack", "set_options"]
 
 _TEXT = re.compile(r"(?P<name>[^@%]+)(@(?P<start>\d+))?(%(?P<probability>[0-9.]+))?")
 _EXPECTED = "expected NAME or FILE.py:NAME, then perhaps @STEP and %PROBABILITY"
@@ -36,21 +37,41 @@ def load_attack(text: str) -> Attack:
             options["probability"] = -1.0
         if not 0 <= options["probability"] <= 1:
             raise LocalError(f"attack {text!r}: a probability is a number from 0 to 1, not {match['probability']}")
-    return _set(_find(match["name"]), options)
+    return set_options(_find(match["name"]), **options)
 
 
-def _set(attack: Attack, options: dict[str, Any]) -> Attack:
+def set_options(attack: Attack, **options: Any) -> Attack:
+    """The same attack with another ``start``, ``stop``, ``every`` or ``probability``; who shields does so always."""
     if isinstance(attack, Combined):
-        return combine(*(_set(part, options) for part in attack.attacks))
+        return combine(*(set_options(part, **options) for part in attack.attacks))
+    if attack.steady:
+        options = {name: value for name, value in options.items() if name != "every"}
     return dataclasses.replace(attack, **options) if options else attack
+
+
+def _make(name: str) -> Attack:
+    """One of our own attacks."""
+    make = PAPER.get(name) or ATTACKS.get(name)
+    if make is not None:
+        return make()
+    family, _, number = name.rpartition("_")
+    if family in FAMILIES:
+        try:
+            return FAMILIES[family](number)()
+        except ValueError:
+            raise LocalError(f"attack {name!r}: {number!r} is not a number that {family} takes") from None
+    close = get_close_matches(name, [*PAPER, *ATTACKS], n=3, cutoff=0.7)
+    hint = f"; did you mean {' or '.join(close)}" if close else ""
+    raise LocalError(
+        f"attack {name!r} is unknown{hint}; expected one of {', '.join(PAPER)}, one of the {len(ATTACKS)} attacks on "
+        "the protocol in phalanx.attacks.ATTACKS, or FILE.py:NAME"
+    )
 
 
 def _find(name: str) -> Attack:
     file, colon, attribute = name.rpartition(":")
     if not colon:
-        if name not in ATTACKS:
-            raise LocalError(f"attack {name!r}: not one of {', '.join(ATTACKS)}, and no FILE.py:NAME")
-        return ATTACKS[name]()
+        return _make(name)
     path = Path(file)
     if not path.is_file():
         raise LocalError(f"attack {name!r}: there is no file {file}; {_EXPECTED}")

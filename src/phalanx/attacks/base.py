@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
 from torch import Tensor
 
 from phalanx.core import messages as m
 from phalanx.core.config import Config
-from phalanx.core.crypto import SIGNATURE_SIZE, Domain, Signer
+from phalanx.core.crypto import SIGNATURE_SIZE, Domain, Signer, compute_digest
 from phalanx.core.effects import (
     Begin,
     Broadcast,
@@ -34,6 +34,7 @@ from phalanx.core.effects import (
     Story,
 )
 from phalanx.core.envelope import _content, seal
+from phalanx.core.errors import LocalError
 from phalanx.core.events import AttemptStarted
 from phalanx.core.justice import get_accused
 from phalanx.core.membership import View, compute_batch_seed, compute_duties, make_genesis
@@ -45,6 +46,22 @@ Mail: TypeAlias = tuple[tuple[bytes, ...], Message]
 """To whom, and what."""
 
 _HEARD_HEIGHTS = 64
+
+
+class Oracle(Protocol):
+    """What an attacker computes beyond its own gradient: all of it public, so any attacker could."""
+
+    def compute_gradient(self, step: int, seed: bytes) -> Tensor | None:
+        """The honest gradient on a public batch of ``step``."""
+        ...
+
+    def compute_poisoned(self, step: int, seed: bytes) -> Tensor:
+        """The gradient on the same batch with false labels."""
+        ...
+
+    def compute_earlier(self, step: int, seed: bytes, delay: int) -> Tensor:
+        """The gradient on the same batch at the parameters of ``delay`` steps ago, or at the initial ones."""
+        ...
 
 
 @dataclass(slots=True)
@@ -60,8 +77,11 @@ class Plot:
 class Insider:
     """One attacker: who it is, where the run stands, and what it remembers."""
 
-    def __init__(self, signer: Signer, config: Config, plot: Plot, random: Random | None = None) -> None:
+    def __init__(
+        self, signer: Signer, config: Config, plot: Plot, random: Random | None = None, oracle: Oracle | None = None
+    ) -> None:
         self.key, self.signer, self.config, self.plot = signer.key, signer, config, plot
+        self._oracle = oracle
         self.random = Random(plot.random.random()) if random is None else random
         plot.keys.add(self.key)
         plot.signers[self.key] = signer
@@ -105,6 +125,23 @@ class Insider:
     def index(self) -> int | None:
         """My place in the roster."""
         return self.view.roster.index(self.key) if self.key in self.view.roster else None
+
+    @property
+    def oracle(self) -> Oracle:
+        if self._oracle is None:
+            raise LocalError("this attack recomputes gradients of a task, and there is none here")
+        return self._oracle
+
+    def compute_honest(self) -> list[Tensor]:
+        """The gradients of this step's honest contributors, recomputed from their public seeds."""
+        view, found = self.view, []
+        for key in self.duties.contributors:
+            if key not in self.plot.keys:
+                seed = compute_batch_seed(self.config, view.randomness, view.step, key)
+                gradient = self.oracle.compute_gradient(view.step, seed)
+                if gradient is not None:
+                    found.append(gradient)
+        return found
 
     def find(self, phase: Phase, sender: bytes) -> Signed | None:
         """The sender's message of a phase of this attempt, if it was heard."""
@@ -178,12 +215,15 @@ def change_body(sign: Sign, **fields: Any) -> Sign:
 class Attack:
     """Honest in everything; subclasses override a hook or two. Active from step ``start`` until before ``stop``.
 
-    In each step it acts with ``probability``, drawn once from the insider's generator.
+    Of these steps it acts in each ``every``-th, there with ``probability``: drawn once, from the key and the step.
     """
 
     start: int = 0
     stop: int | None = None
+    every: int = 1
     probability: float = 1.0
+    steady: ClassVar[bool] = False
+    """Whether it covers for others, and so does not follow ``every``."""
 
     # ---- Hooks
 
@@ -260,12 +300,13 @@ class Attack:
     def is_active(self, insider: Insider) -> bool:
         """Whether the attack acts in the present step."""
         step = insider.view.step
-        if step < self.start or (self.stop is not None and step >= self.stop):
+        if step < self.start or (self.stop is not None and step >= self.stop) or (step - self.start) % self.every:
             return False
-        drawn: tuple[int, bool] | None = insider.notes.get(("active", self))
-        if drawn is None or drawn[0] != step:
-            drawn = insider.notes["active", self] = (step, insider.random.random() < self.probability)
-        return drawn[1]
+        if self.probability >= 1:
+            return True
+        name = type(self).__name__.encode()
+        drawn = compute_digest("whether to attack", insider.config.run, insider.key, step.to_bytes(8, "little"), name)
+        return int.from_bytes(drawn[:8], "little") < self.probability * 2.0**64
 
     def _sign(self, insider: Insider, effect: Sign) -> Story:
         changed = self.on_body(insider, effect)

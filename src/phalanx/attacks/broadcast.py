@@ -94,7 +94,8 @@ class Equivocate(Attack):
             insider.send_later(self.late * insider.config.delta, honest[: self.count], second)
             return ((to, message),)
         half = set(honest[len(honest) // 2 :])
-        return (tuple(key for key in to if key not in half), message), (tuple(half & set(to)), second)
+        first, rest = [tuple(key for key in to if (key in half) is chosen) for chosen in (False, True)]
+        return (first, message), (rest, second)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,10 +1,16 @@
-"""Lies about the own gradient."""
+"""Lies about the own gradient.
+
+The seven that the paper tries are at the end, under its names. They know what the paper's attackers know: where that is
+all honest gradients, they recompute them from the public seeds.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -12,9 +18,11 @@ from torch import Tensor
 from phalanx.attacks.base import Attack, Insider, Mail
 from phalanx.core import messages as m
 from phalanx.core.checking import cut
+from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import ComputeReport, Effect, Sign, Story
 from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Message, Signed
+from phalanx.core.randomness import gaussian_vector
 from phalanx.core.verification import WIRE_TYPES, encode_tensor, prepare_gradient
 
 Change = Callable[[Tensor, Random], Tensor]
@@ -128,3 +136,77 @@ class SharedCompute(Attack):
             return gradient
         old: Tensor = insider.plot.notes.get("last gradient", torch.zeros_like(gradient))
         return old
+
+
+# ---- The paper's seven
+
+
+@dataclass(kw_only=True, eq=False)
+class SignFlip(Attack):
+    """The own gradient, turned round and ``factor`` times as long."""
+
+    factor: float = 1000.0
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        return -self.factor * gradient
+
+
+@dataclass(kw_only=True, eq=False)
+class RandomDirection(Attack):
+    """A long vector in a direction that all attackers share, for the whole run."""
+
+    factor: float = 1000.0
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        common = compute_digest("direction of the attackers", insider.config.run)
+        direction = gaussian_vector(common, len(gradient))
+        return direction * (self.factor * float(gradient.double().norm()) / float(direction.double().norm()))
+
+
+@dataclass(kw_only=True, eq=False)
+class LabelFlip(Attack):
+    """The gradient on the own batch with false labels."""
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        return insider.oracle.compute_poisoned(step, seed)
+
+
+@dataclass(kw_only=True, eq=False)
+class Delayed(Attack):
+    """The gradient at the parameters of ``delay`` steps ago; until there are any, at the initial ones."""
+
+    delay: int = 1000
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        return insider.oracle.compute_earlier(step, seed, self.delay)
+
+
+@dataclass(kw_only=True, eq=False)
+class InnerProduct(Attack):
+    """Inner-product manipulation (Xie et al. 2020): ``-epsilon`` times the mean of the honest gradients."""
+
+    epsilon: float = 0.1
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        honest = insider.compute_honest()
+        return -self.epsilon * torch.stack(honest).mean(0) if honest else gradient
+
+
+@dataclass(kw_only=True, eq=False)
+class LittleIsEnough(Attack):
+    """A little is enough (Baruch et al. 2019): as far from the honest mean as still hides among the honest.
+
+    With ``n`` contributors, ``f`` of them attackers, ``floor(n / 2 + 1) - f`` honest ones have to be farther out for
+    the attackers to be in the majority; ``z`` standard deviations leave so many, if coordinates are normal.
+    """
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        honest = insider.compute_honest()
+        if len(honest) < 2:
+            return gradient
+        count = len(insider.duties.contributors)
+        supporters = math.floor(count / 2 + 1) - (count - len(honest))
+        share = (len(honest) - supporters) / len(honest)
+        z = NormalDist().inv_cdf(min(max(share, 0.5), 1 - 1e-6))
+        rows = torch.stack(honest)
+        return rows.mean(0) - z * rows.std(0)

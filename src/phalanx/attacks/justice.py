@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from phalanx.attacks.base import Attack, Insider, Mail, change_body, note_case
 from phalanx.attacks.broadcast import is_own, turn
@@ -145,6 +146,8 @@ class EmptyAccusation(Attack):
 class ShieldingVotes(Attack):
     """Colluders are innocent, everybody else is guilty."""
 
+    steady: ClassVar[bool] = True
+
     def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
         if not isinstance(sign.body, m.Vote):
             return sign
@@ -201,6 +204,8 @@ class LyingValidator(FalseAccusation):
 @dataclass(kw_only=True, eq=False)
 class IdleValidator(Attack):
     """A validator that accuses nobody, whatever it finds."""
+
+    steady: ClassVar[bool] = True
 
     def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
         if isinstance(sign.body, m.Confirm):

@@ -33,6 +33,29 @@ def _hit_and_vanish(start: int = 3, **options: Any) -> Attack:
     return combine(wrong, membership.Absent(start=start + 1, steps=3))
 
 
+def _shielded(lie: Callable[..., Attack]) -> Callable[..., Attack]:
+    """A lie about gradients whose tellers cover for one another, as validators and as voters."""
+    return _both(lie, justice.ShieldingVotes, justice.IdleValidator)
+
+
+PAPER: dict[str, Callable[..., Attack]] = {
+    "none": Attack,
+    "sign_flip": _shielded(gradients.SignFlip),
+    "random_direction": _shielded(gradients.RandomDirection),
+    "label_flip": _shielded(gradients.LabelFlip),
+    "delayed": _shielded(gradients.Delayed),
+    "ipm_0.1": _shielded(partial(gradients.InnerProduct, epsilon=0.1)),
+    "ipm_0.6": _shielded(partial(gradients.InnerProduct, epsilon=0.6)),
+    "alie": _shielded(gradients.LittleIsEnough),
+}
+"""The attacks that the paper tries. Except for ``sign_flip`` and ``random_direction`` they need a task."""
+
+FAMILIES: dict[str, Callable[[str], Callable[..., Attack]]] = {
+    "ipm": lambda number: _shielded(partial(gradients.InnerProduct, epsilon=float(number))),
+    "delayed": lambda number: _shielded(partial(gradients.Delayed, delay=int(number))),
+}
+"""Attacks with a number behind their name: ``ipm_0.3``, ``delayed_100``."""
+
 ATTACKS: dict[str, Callable[..., Attack]] = {
     "honest": Attack,
     # gradients

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -157,7 +158,7 @@ def solve_short(rows: Array, tau: float, prior: Array) -> tuple[Array, Array, fl
     digits, and Newton's steps are taken whole. That is safe because the loss is convex: where the residual vanishes, it
     is least. The residual includes what rounding may add to it.
     """
-    if not max(float(rows.max()), -float(rows.min())) <= min(_FAR * tau, _LARGEST_TO_SQUARE):  # or not a number
+    if not float(np.abs(rows).max()) <= min(_FAR * tau, _LARGEST_TO_SQUARE):  # or not a number
         return None
     squares = np.vecdot(rows, rows)
     between = np.sqrt(np.maximum(squares[:, None] + squares - 2 * (rows @ rows.T), 0))
@@ -166,17 +167,17 @@ def solve_short(rows: Array, tau: float, prior: Array) -> tuple[Array, Array, fl
     about, total, before = rows - rows[base], float(prior.sum()), math.inf
     pulls, jumped = prior * (tau / np.maximum(between[base], tau)), False
     for rounds in range(1, _SHORT_ROUNDS):
-        weights = pulls / pulls.sum()
-        v = np.dot(weights, about)
+        weights = pulls / np.add.reduce(pulls)
+        v = weights.dot(about)
         y = about - v
         distances = np.sqrt(np.vecdot(y, y))
         pulls = prior * (tau / np.maximum(distances, tau))
-        error = np.dot(pulls, y)
-        residual = math.sqrt(error @ error)
+        error = pulls.dot(y)
+        residual = math.sqrt(error.dot(error))
         if residual <= AIM * tau * total:
             break
         if rounds > _FIRST_ROUNDS and residual > _QUICK * before:
-            y -= np.dot(_newton_weights(y @ y.T, distances, pulls, pulls.sum(), tau), y)
+            y -= _newton_weights(y.dot(y.T), distances, pulls, pulls.sum(), tau).dot(y)
             pulls, jumped = prior * (tau / np.maximum(np.sqrt(np.vecdot(y, y)), tau)), True
         before = residual
     else:
@@ -196,7 +197,7 @@ def _losses(distances: Array, tau: float) -> Array:
 
 def _may_be_on_a_line(y: Array, distances: Array, tau: float, prior: Array) -> bool:
     """Whether every row is clipped and all lie on one line through ``v``: other points may be in balance then."""
-    if distances.min() < (1 - 1e-6) * tau and (distances[prior > 0] < (1 - 1e-6) * tau).any():
+    if ((distances < (1 - 1e-6) * tau) & (prior > 0)).any():
         return False
     nearest = int(distances.argmin())
     return bool(((np.abs(y @ y[nearest]) >= (1 - 1e-9) * distances[nearest] * distances) | (prior == 0)).all())
@@ -239,13 +240,22 @@ def _newton_step(problem: Problem, point: Point) -> Array:
 def _newton_weights(products: Array, distances: Array, pulls: Array, total: Array, tau: float) -> Array:
     """The ``x_i``, for one stack or for many, from ``<g_i - v, g_j - v>``, ``|g_i - v|``, ``a_i`` and ``A``."""
     scale = np.maximum(distances, tau)
-    cosines = products / scale[..., :, None] / scale[..., None, :]
+    cosines = products / scale[..., :, None]
+    cosines /= scale[..., None, :]
     np.minimum(np.maximum(cosines, -1, out=cosines), 1, out=cosines)
     # A hair of damping: where all rows lie on a line and are clipped, the loss is piecewise linear, the Hessian zero.
-    hessian = (1 + 1e-12) * total[..., None, None] * np.eye(cosines.shape[-1])
-    hessian -= (pulls * (distances > tau))[..., :, None] * cosines
+    hessian = (1 + 1e-12) * total[..., None, None] * _get_identity(cosines.shape[-1])
+    cosines *= (pulls * (distances > tau))[..., :, None]
+    hessian -= cosines
     weights: Array = _solve_each(hessian, pulls * scale) / scale
     return weights
+
+
+@lru_cache(maxsize=16)
+def _get_identity(size: int) -> Array:
+    identity = np.eye(size)
+    identity.setflags(write=False)
+    return identity
 
 
 def _products_about(problem: Problem, point: Point) -> Array:
@@ -259,8 +269,10 @@ def _products_about(problem: Problem, point: Point) -> Array:
 def _solve_each(systems: Array, sides: Array) -> Array:
     """Solutions of the linear systems; zero for a singular one."""
     try:
-        solutions: Array = np.linalg.solve(systems, sides[..., None])[..., 0].astype(np.float64, copy=False)
-        return solutions
+        solutions = (
+            np.linalg.solve(systems, sides) if sides.ndim == 1 else np.linalg.solve(systems, sides[..., None])[..., 0]
+        )
+        return solutions.astype(np.float64, copy=False)
     except np.linalg.LinAlgError:
         if systems.ndim == 2 or len(systems) == 1:
             return np.zeros_like(sides)

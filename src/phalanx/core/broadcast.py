@@ -23,7 +23,7 @@ import msgspec
 from phalanx.core import messages as m
 from phalanx.core.codec import encode
 from phalanx.core.crypto import Domain, compute_digest
-from phalanx.core.effects import Broadcast, Note, Sign, Story
+from phalanx.core.effects import Broadcast, Note, Send, Sign, Story
 from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath
 from phalanx.core.membership import compute_quorum, encode_view
@@ -45,21 +45,22 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
     # What stands before the first COMMIT of a sealed view is certified: a wrong root there is the sender's own affair.
     checked = height > view.height or peer.riding
     complaint: Signed | None = None
-    hurried = again = enough = -math.inf
-    arrivals = peer.arrivals
+    again = enough = -math.inf
+    asked: set[bytes] = set()
     pull_at = peer.entered + delta + work if peer.member else peer.time
+    members, honest, root = len(view.roster), len(view.roster) - view.bound, {peer.root}
     while True:
-        wrong = _find_difference(peer, page) if checked and page.roots != {peer.root} else None
+        wrong = _find_difference(peer, page) if checked and page.roots != root else None
         if wrong is not None:
             if peer.member and height - 1 not in peer.alarms:
                 peer.alarms[height - 1] = _show_difference(peer, height - 1, wrong)
                 yield from join_slow_path(peer)
                 continue
-        elif len(page.letters) >= len(view.roster) and all(key in page.letters for key in view.roster):
+        elif len(page.letters) >= members and all(key in page.letters for key in view.roster):
             break
-        if hurried < peer.entered and _is_anybody_ahead(peer, height, arrivals):
-            pull_at = hurried = peer.time
-        elif enough < peer.entered and len(page.letters) >= len(view.roster) - view.bound:
+        if peer.foremost >= height:  # whoever goes on holds what I miss
+            yield from _ask_those_ahead(peer, height, asked)
+        if enough < peer.entered and len(page.letters) >= honest:
             enough = peer.time  # all honest messages may be here: what is missing is kept back
             pull_at = min(pull_at, peer.time + delta)
         if peer.time >= pull_at:
@@ -79,21 +80,24 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
         while True:  # most messages change nothing but a count
             yield from peer.listen(wake)
             count = len(page.letters)
-            news = count >= len(view.roster) or page.roots != {peer.root}
-            if news or peer.time >= wake or (hurried < peer.entered and _is_anybody_ahead(peer, height, arrivals)):
+            if count >= members or page.roots != root or peer.time >= wake or peer.foremost >= height:
                 break
-            if enough < peer.entered and count >= len(view.roster) - view.bound:
+            if enough < peer.entered and count >= honest:
                 break
     values = {key: page.letters[key] for key in view.roster}
-    root = compute_values_root(view.roster, values)
     transcript.record(height, phase, values)
-    peer.level, peer.root, peer.entered = height, root, peer.time
+    peer.level, peer.root, peer.entered = height, compute_values_root(view.roster, values), peer.time
     return values
 
 
-def _is_anybody_ahead(peer: Peer, height: int, arrivals: int) -> bool:
-    """Whether somebody has sent what one sends after this height: it has the messages that I miss."""
-    return height + 1 in peer.pages or (height == peer.view.height and peer.arrivals > arrivals)
+def _ask_those_ahead(peer: Peer, height: int, asked: set[bytes]) -> Story:
+    """Ask each member that has completed this height, once, for what I miss of it: the answer is a round trip away."""
+    page = peer.page(height)
+    missing = tuple(sorted(key for key in peer.view.roster if key not in page.letters))
+    for key in peer.others:
+        if missing and key not in asked and peer.ahead.get(key, -1) >= height:
+            asked.add(key)
+            yield Send(key, m.PullMessages(height, missing))
 
 
 def _find_difference(peer: Peer, page: Page) -> Letter | None:
@@ -114,10 +118,11 @@ def _pull(peer: Peer, height: int, work: float) -> Story:
     """Ask for what is missing; if that takes long, also whether the run went on without me."""
     page = peer.page(height)
     missing = tuple(sorted(key for key in peer.view.roster if key not in page.letters))
+    asked = peer.others if peer.member else peer.choose_some()  # nobody waits for one that only follows
     if missing:
-        yield Broadcast(peer.others, m.PullMessages(height, missing))
+        yield Broadcast(asked, m.PullMessages(height, missing))
     if not peer.member or peer.time > peer.entered + 8 * peer.config.delta + work:
-        yield Broadcast(peer.others, m.PullChain(peer.base.height))
+        yield Broadcast(asked, m.PullChain(peer.base.height))
 
 
 # ---- Opening
@@ -138,7 +143,7 @@ def join_slow_path(peer: Peer) -> Story:
                 peer.join = join_slow_path
             peer.alarms.pop(height, None)
             epoch.settled.add(height)
-            peer.paused += peer.now - start
+            peer.pause(peer.now - start)
             peer.entered = peer.time
             return
 

@@ -22,13 +22,14 @@ from phalanx.core.verification import (
     ACCUSER_MARGIN,
     compare_gradients,
     compute_report,
-    encode_tensor,
+    decode_aggregates,
+    encode_parts,
     is_balanced,
     is_same_report,
     prepare_gradient,
     projection_seeds,
-    read_aggregate,
     read_part,
+    read_parts,
 )
 
 Finding = tuple[Verdict, tuple[int, ...]]
@@ -61,22 +62,22 @@ def compute_gradient(peer: Peer, step: int, seed: bytes) -> Story:
 
 def cut(gradient: Tensor, count: int) -> list[bytes]:
     """A gradient's parts as they travel."""
-    return [encode_tensor(part) for part in split_parts(gradient, count)]
+    return encode_parts(split_parts(gradient, count))
 
 
 def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
     """The aggregates of an attempt, where they are here and what they should be."""
     view = transcript.view
     sizes = compute_part_sizes(peer.config.size, len(view.roster))
-    found: list[Tensor | None] = []
-    for part, size in enumerate(sizes):
-        place = (view.step, view.attempt, part)
-        if place not in peer.readings and peer.has_aggregate(transcript, part):
-            read = read_aggregate(peer.aggregates[place], size, peer.dtype, peer.config.cap)
+    places = [(view.step, view.attempt, part) for part in range(len(sizes))]
+    new = [place for place in places if place not in peer.readings and peer.has_aggregate(transcript, place[2])]
+    if new:
+        pieces, lengths = [peer.aggregates[place] for place in new], tuple(sizes[part] for _, _, part in new)
+        found = decode_aggregates(pieces, lengths, peer.dtype, peer.config.cap)
+        for place, read, size in zip(new, found, lengths, strict=True):
             # Bytes that are no aggregate count as zero, as with parts: V2 finds whose they are.
             peer.readings[place] = torch.zeros(size, dtype=peer.dtype) if read is None else read
-        found.append(peer.readings.get(place))
-    return found
+    return [peer.readings.get(place) for place in places]
 
 
 def check_commit(peer: Peer, transcript: Transcript, target: bytes, accusing: bool = False) -> Story:
@@ -162,7 +163,8 @@ def _find_wrong_reports(
     if letter is None or not isinstance(letter.body, m.Report) or transcript.randomness is None:
         return ()
     sizes = compute_part_sizes(peer.config.size, count)
-    tensors = [read_part(parts.get(part, b""), size, peer.dtype, peer.config.cap)[0] for part, size in enumerate(sizes)]
+    pieces = [parts.get(part, b"") for part in range(count)]
+    tensors = [tensor for tensor, _ in read_parts(pieces, sizes, peer.dtype, peer.config.cap)]
     aggregates = read_aggregates(peer, transcript)
     seeds = projection_seeds(transcript.randomness, count, peer.config.projections)
     right = compute_report(tensors, aggregates, seeds, view.tau)
@@ -254,8 +256,8 @@ def _check_part(peer: Peer, part: int) -> Verdict:
     if aggregate is None or any(row is None for row in rows):
         return Verdict.NOT_RECEIVED
     size = peer.sizes[part]
-    tensors = [read_part(row or b"", size, peer.dtype, peer.config.cap)[0] for row in rows]
-    fine = is_balanced(torch.stack(tensors), aggregate, view.tau, peer.config.cap)
+    read = read_parts([row or b"" for row in rows], (size,) * len(rows), peer.dtype, peer.config.cap)
+    fine = is_balanced(torch.stack([tensor for tensor, _ in read]), aggregate, view.tau, peer.config.cap)
     return Verdict.INNOCENT if fine else Verdict.GUILTY
 
 

@@ -90,15 +90,26 @@ def centered_clip(parts: Tensor, tau: float, weights: Tensor | None = None) -> C
 def _clip_stack(rows: Tensor, tau: float, prior: Array, number: int) -> Clipped:
     """One stack on the host; one of few short rows in the shortest way, unless it needs more care."""
     if len(prior) <= _SHORT_ROWS and rows.numel() <= _SHORT_NUMBERS:
-        wide = rows.to(torch.float64, memory_format=torch.contiguous_format, copy=True).numpy()
+        wide = _make_wide_array(rows)
         scale = float(prior.max())
         found = solve_short(wide, tau, prior / scale)
         if found is not None and found[2] * scale <= _ROUNDING_SHARE * PROMISE * tau * float(prior.sum()):
             weights, distances, residual, rounds = found
-            aggregate = torch.from_numpy(np.dot(weights, wide)).to(rows.dtype)
+            v = weights.dot(wide)
+            if rows.dtype is torch.float32:  # other types are rounded as torch does it
+                v = v.astype(np.float32)
+            aggregate = torch.from_numpy(v).to(rows.dtype)
             bound = torch.from_numpy(np.array(residual * scale))
             return Clipped(aggregate, torch.from_numpy(weights), torch.from_numpy(distances), bound, rounds)
     return _get_only(_clip_stacks(rows[None], tau, prior[None], number))
+
+
+def _make_wide_array(rows: Tensor) -> Array:
+    """The rows in float64 without gaps. Of short ones numpy makes less ado, but it does not know bfloat16."""
+    if rows.dtype is torch.bfloat16:
+        rows = rows.float()
+    with np.errstate(invalid="ignore"):  # what is not a number is refused later
+        return rows.numpy().astype(np.float64, order="C")
 
 
 def _get_only(batch: Clipped) -> Clipped:
@@ -134,6 +145,8 @@ def _checked(parts: Tensor, tau: float, weights: Tensor | None) -> tuple[Tensor,
 
 
 def _checked_radius(tau: float) -> float:
+    if type(tau) is float and tau > 0:
+        return min(max(tau, LEAST_RADIUS), LARGEST_RADIUS)
     try:
         number = tau.item() if isinstance(tau, Tensor | np.ndarray | np.generic) else tau
         radius = float(number + 0)  # a string has no sum
@@ -147,7 +160,7 @@ def _checked_radius(tau: float) -> float:
 
 
 def _checked_prior(parts: Tensor, weights: Tensor | None) -> Array:
-    stacks, n = math.prod(parts.shape[:-2]), parts.shape[-2]
+    stacks, n = parts.shape[0] if parts.ndim == 3 else 1, parts.shape[-2]
     if weights is None:
         return np.ones((stacks, n))
     try:

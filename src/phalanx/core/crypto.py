@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +31,7 @@ _PUBLIC_PREFIX = bytes.fromhex("08011220")
 _PEER_ID_PREFIX = bytes.fromhex("0024") + _PUBLIC_PREFIX
 
 _SHORT = 4096  # bytes that are cheaper to copy than to hash in pieces
+_LENGTHS = tuple(length.to_bytes(8, "little") for length in range(_SHORT + 1))
 _PEER_ID_LENGTH = 52  # characters; decoding base58 takes time with the square of them
 
 # y-coordinates of the points of small order, sign bit cleared, in every encoding that decoders accept. Under such a
@@ -65,21 +67,27 @@ def compute_digest(purpose: str, *fields: bytes | memoryview) -> bytes:
 
     A view counts as its bytes, whatever its shape; one with gaps is refused.
     """
-    context = f"phalanx 1 {purpose}"
+    hasher = _get_hasher(purpose).copy()
     pieces: list[bytes] = []
     for field in fields:
         if type(field) is not bytes or len(field) > _SHORT:
             break
-        pieces += (len(field).to_bytes(8, "little"), field)
+        pieces.append(_LENGTHS[len(field)])
+        pieces.append(field)
     else:
-        return blake3(b"".join(pieces), derive_key_context=context).digest()
-    hasher = blake3(derive_key_context=context)
+        return hasher.update(b"".join(pieces)).digest()
     for field in fields:
         view = memoryview(field)
         hasher.update(view.nbytes.to_bytes(8, "little"))
         if view.nbytes:  # a view with a zero in its shape cannot be cast
             hasher.update(view.cast("B"))
     return hasher.digest()
+
+
+@cache
+def _get_hasher(purpose: str) -> blake3:
+    """What is copied to hash for this purpose: deriving its key takes as long as hashing something short."""
+    return blake3(derive_key_context=f"phalanx 1 {purpose}")
 
 
 def compute_commitment(run: bytes, step: int, attempt: int, owner: bytes, share: bytes, salt: bytes) -> bytes:

@@ -10,13 +10,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from msgspec import Struct
 from torch import Tensor
 
 from phalanx.core.messages import Body, Message, Phase
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(Struct, frozen=True):
     """Wait for a message until ``until`` on the local clock.
 
     The result is a :class:`Delivery`; its ``message`` is None when the time came first.
@@ -25,16 +25,14 @@ class Receive:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(Struct, frozen=True):
     now: float
     """The local clock, in seconds. Only differences mean anything."""
     sender: bytes | None
     message: Message | Finished | Leave | None
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(Struct, frozen=True):
     """Start a long computation beside everything else; the result is a ticket.
 
     What it yields arrives as a delivery of :class:`Finished`: small messages never wait behind a gradient.
@@ -43,27 +41,23 @@ class Begin:
     work: ComputeGradient
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     ticket: int
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Struct, frozen=True):
     """The user wants to go: announce it, and say goodbye at the next step boundary."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Give a message to one peer. The result is None; it may never arrive."""
 
     to: bytes
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Broadcast:
+class Broadcast(Struct, frozen=True):
     """Give a message to each of ``to``."""
 
     to: tuple[bytes, ...]
@@ -87,15 +81,13 @@ class Sign:
     body: Body
 
 
-@dataclass(frozen=True, slots=True)
-class DrawSecret:
+class DrawSecret(Struct, frozen=True):
     """A share of randomness and its salt, 32 bytes each, that nobody else can know; always the same for one height."""
 
     height: int
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeGradient:
+class ComputeGradient(Struct, frozen=True):
     """The gradient at the state before ``step`` on the public batch of ``seed``: a float32 vector.
 
     A pure function of both, up to rounding between platforms. The driver keeps the states of the last steps; the
@@ -106,16 +98,14 @@ class ComputeGradient:
     seed: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeAggregate:
+class ComputeAggregate(Struct, frozen=True):
     """CenteredClip of the rows, in the wire type."""
 
     rows: Tensor
     tau: float
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeReport:
+class ComputeReport(Struct, frozen=True):
     """What my parts say of the aggregates (``verification.compute_report``). The result is a ``Projections``."""
 
     parts: tuple[Tensor, ...]
@@ -124,8 +114,7 @@ class ComputeReport:
     tau: float
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Struct, frozen=True):
     """Update the state before ``step`` with the aggregate; the result is the digest of the state after it.
 
     The state before stays; applying another aggregate for the same step replaces the update.
@@ -135,30 +124,26 @@ class Apply:
     aggregate: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Undo:
+class Undo(Struct, frozen=True):
     """Forget the update of ``step``."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class HasState:
+class HasState(Struct, frozen=True):
     """Whether the state before ``step`` is here and has this digest."""
 
     step: int
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ReadState:
+class ReadState(Struct, frozen=True):
     """The bytes of the state before ``step``, or None if they are no longer kept."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class AdoptState:
+class AdoptState(Struct, frozen=True):
     """Take these bytes as the state before ``step``; the result is whether they have the digest and make sense."""
 
     step: int
@@ -166,15 +151,13 @@ class AdoptState:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(Struct, frozen=True):
     """Write the view to disk: after a crash the peer starts again from the last one kept."""
 
     view: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True):
     """Something worth knowing happened. It has no effect."""
 
     event: Any

@@ -12,3 +12,7 @@ class Malformed(Exception):  # noqa: N818
 
     The decoder raises nothing else. If the bytes carry a valid signature, they are proof for rule E4.
     """
+
+
+class WriteFailed(Exception):  # noqa: N818
+    """The disk did not take something. What was written before is still there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -123,8 +123,8 @@ def _fits(
     if isinstance(body, m.Commit):
         return (body.parts is not None) == (key in contributors)
     if isinstance(body, m.Aggregate):
-        known = all(i < count and view.roster[i] in contributors for i in body.missing)
-        opened = all(i < count and j < count for i, j in body.unopened)
+        known = not body.missing or all(i < count and view.roster[i] in contributors for i in body.missing)
+        opened = not body.unopened or all(i < count and j < count for i, j in body.unopened)
         again = letter.message.phase is Phase.AGGREGATE_AGAIN
         if again:
             first = transcript.phases[Phase.AGGREGATE][key].body
@@ -137,7 +137,7 @@ def _fits(
             whole = not body.sums and not body.norms
         else:
             whole = len(body.norms) == count and len(body.sums) == count * config.projections
-        return whole and all(i < count for i in body.lacking)
+        return whole and (not body.lacking or all(i < count for i in body.lacking))
     return True
 
 
@@ -185,10 +185,8 @@ def find_requests(transcript: Transcript) -> set[tuple[int, int]]:
 def decide_aggregates(transcript: Transcript) -> Decision:
     """After REPORT: an aggregate that at most ``bound`` members have puts its aggregator out."""
     view, decision = transcript.view, Decision()
-    lacking: Counter[int] = Counter()
-    for letter in transcript.phases[Phase.REPORT].values():
-        if isinstance(letter.body, m.Report):
-            lacking.update(letter.body.lacking)
+    bodies = [x.body for x in transcript.phases[Phase.REPORT].values() if isinstance(x.body, m.Report)]
+    lacking = Counter(part for body in bodies for part in body.lacking)
     for part, count in lacking.items():
         if len(view.roster) - count <= view.bound:
             decision.remove(view.roster[part], "kept its aggregate from almost everybody")
@@ -251,9 +249,15 @@ def find_cut(transcript: Transcript) -> set[bytes]:
 
 def find_distant(config: Config, transcript: Transcript) -> list[int]:
     """V3: parts whose aggregate more than half of the contributors find farther than ``delta_max``."""
-    reports = [x.body for x in (transcript.reports or {}).values() if isinstance(x.body, m.Report) and x.body.norms]
-    parts = len(transcript.view.roster)
-    return [j for j in range(parts) if 2 * sum(body.norms[j] > config.delta_max for body in reports) > len(reports)]
+    rows, limit = _get_norms(transcript), config.delta_max
+    far = [(j, norms) for j, norms in enumerate(zip(*rows, strict=False)) if max(norms) > limit]  # usually none
+    return [j for j, norms in far if 2 * sum(norm > limit for norm in norms) > len(rows)]
+
+
+def _get_norms(transcript: Transcript) -> list[tuple[float, ...]]:
+    """What each contributor reported of its distances, one from each part's aggregate."""
+    bodies = (letter.body for letter in (transcript.reports or {}).values())
+    return [body.norms for body in bodies if isinstance(body, m.Report) and body.norms]
 
 
 def find_voters(transcript: Transcript, step: int, attempt: int) -> set[bytes]:
@@ -447,12 +451,17 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
         return
     failing: dict[bytes, Offence] = {}
     evidence: tuple[Signed, ...] | None = None
+    columns = list(zip(*(body.sums for body in bodies.values()), strict=False))
+    bounds = {size: sum_bound(view.tau, len(bodies), size, dtype, config.cap) for size in set(sizes)}
     for part, size in enumerate(sizes):
-        eps = sum_bound(view.tau, len(bodies), size, dtype, config.cap)
+        eps = bounds[size]
         for place in range(config.projections):
-            column = {key: body.sums[place * parts + part] for key, body in bodies.items()}
-            column |= {key: fixed[place] for (key, at), fixed in decision.corrections.items() if at == part}
-            total = math.fsum(column.values())  # exact, so the same for everybody
+            said: Collection[float] = columns[place * parts + part]
+            if decision.corrections:
+                column = dict(zip(bodies, said, strict=True))
+                column |= {key: fixed[place] for (key, at), fixed in decision.corrections.items() if at == part}
+                said = column.values()
+            total = math.fsum(said)  # exact, so the same for everybody
             if not abs(total) <= eps:
                 corrected = _get_vote_evidence(transcript) if decision.corrections else ()
                 evidence = evidence or (*(x.message for x in reports.values()), *corrected)
@@ -541,16 +550,16 @@ def note_progress(config: Config, transcript: Transcript, until: int) -> View:
 
 def find_late(transcript: Transcript) -> frozenset[bytes]:
     """Who was late in a slow path: more than ``bound`` members, so an honest one, say in CONFIRM that it was so."""
-    said: Counter[bytes] = Counter()
-    for letter in transcript.phases.get(Phase.CONFIRM, {}).values():
-        if isinstance(letter.body, m.Confirm):
-            said.update(letter.body.late)
+    confirms = transcript.phases.get(Phase.CONFIRM, {}).values()
+    said = Counter(key for x in confirms if isinstance(x.body, m.Confirm) for key in x.body.late)
     return frozenset(key for key, count in said.items() if count > transcript.view.bound)
 
 
 def find_served(transcript: Transcript) -> dict[bytes, bytes]:
     """Probationers whose commit a strict majority lists, and the digest of that commit."""
     view = transcript.view
+    if not view.candidates:
+        return {}
     listed = Counter(
         trial
         for letter in transcript.phases.get(Phase.AGGREGATE, {}).values()
@@ -577,12 +586,10 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
     if decision.wrong or decision.state is None or transcript.randomness is None:
         return make_retry(config, transcript, decision, height, previous)
     view = note_progress(config, transcript, height)
-    reports = [x.body for x in (transcript.reports or {}).values() if isinstance(x.body, m.Report) and x.body.norms]
-    scale = median(median(body.norms[j] for body in reports) for j in range(len(view.roster))) if reports else None
-    asked: Counter[bytes] = Counter()
-    for letter in transcript.phases[Phase.CONFIRM].values():
-        if isinstance(letter.body, m.Confirm):
-            asked.update(set(letter.body.joins))
+    norms = _get_norms(transcript)
+    scale = median(map(median, zip(*norms, strict=False))) if norms else None
+    confirms = transcript.phases[Phase.CONFIRM].values()
+    asked = Counter(key for x in confirms if isinstance(x.body, m.Confirm) for key in set(x.body.joins))
     return finish_step(
         config,
         view,

@@ -232,6 +232,8 @@ class Changes:
 
 def remove_members(config: Config, view: View, changes: Changes, acquitted: Collection[Suspect] = ()) -> View:
     """The view without those who go. Their commits of the last steps become suspect, unless they are banned anyway."""
+    if not (changes.banned or changes.removed or changes.late or acquitted):
+        return view
     gone = changes.out
     was_member = set(view.roster) | {count.key for count in view.absences}
     leaving = [key for key in view.roster if key in gone and key not in changes.banned]

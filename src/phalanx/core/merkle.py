@@ -6,6 +6,7 @@ The root binds the number of leaves and a leaf its place, so a proof fits one po
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from phalanx.core.crypto import DIGEST_SIZE, compute_digest
 
@@ -51,17 +52,24 @@ def verify_path(root: bytes, count: int, index: int, digest: bytes, path: Sequen
     """Whether ``digest`` is at ``index`` of the ``count`` parts under ``root``."""
     if not 0 <= index < count or len(digest) != DIGEST_SIZE:
         return False
+    turns = _get_turns(count, index)
+    if len(path) != len(turns):
+        return False
+    node = _leaf(index, digest)
+    for other, right in zip(path, turns, strict=True):
+        node = _node(other, node) if right else _node(node, other)
+    return _finish(count, node) == root
+
+
+@lru_cache(maxsize=1024)
+def _get_turns(count: int, index: int) -> tuple[bool, ...]:
+    """Where the path of a part comes from the left, at each level: from the leaf up."""
     turns, low, high = [], 0, count
     while high - low > 1:
         middle = low + _middle(high - low)
         turns.append(index >= middle)
         low, high = (middle, high) if index >= middle else (low, middle)
-    if len(path) != len(turns):
-        return False
-    node = _leaf(index, digest)
-    for other, right in zip(path, reversed(turns), strict=True):
-        node = _node(other, node) if right else _node(node, other)
-    return _finish(count, node) == root
+    return tuple(reversed(turns))
 
 
 def _leaves(digests: Sequence[bytes]) -> list[bytes]:

@@ -172,7 +172,7 @@ class Report(_Said, frozen=True):
     def __post_init__(self) -> None:
         _require(all(map(math.isfinite, self.sums)), "sums: not finite")
         _require(
-            all(math.isfinite(norm) and math.copysign(1, norm) > 0 for norm in self.norms),
+            all(map(math.isfinite, self.norms)) and -1.0 not in map(math.copysign, itertools.repeat(1.0), self.norms),
             "norms: negative or not finite",
         )
         parts = len(self.norms)

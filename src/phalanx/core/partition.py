@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 4096
+_SHORT = 1 << 15  # up to so many numbers, one look-up in a table costs less than handling the parts one by one
 
 
 @lru_cache(maxsize=64)
@@ -30,6 +31,13 @@ def split_parts(vector: Tensor, count: int) -> list[Tensor]:
     if vector.ndim != 1:
         raise ValueError(f"vector: expected one dimension, got shape {tuple(vector.shape)}")
     vector = vector.contiguous()
+    if len(vector) <= _SHORT and vector.device.type == "cpu":
+        places, _ = _get_places(len(vector), count)
+        return list(torch.split_with_sizes(vector.index_select(0, places), compute_part_sizes(len(vector), count)))
+    return _split_blocks(vector, count)
+
+
+def _split_blocks(vector: Tensor, count: int) -> list[Tensor]:
     block = _block(len(vector), count)
     whole = len(vector) // block
     blocks, rest = vector[: whole * block].view(whole, block), vector[whole * block :]
@@ -40,9 +48,12 @@ def split_parts(vector: Tensor, count: int) -> list[Tensor]:
 
 def join_parts(parts: Sequence[Tensor]) -> Tensor:
     """The vector whose parts these are; raises ``ValueError`` if their sizes do not fit together."""
-    size, count = sum(len(part) for part in parts), len(parts)
-    if tuple(len(part) for part in parts) != compute_part_sizes(size, count):
-        raise ValueError(f"parts: sizes {[len(part) for part in parts]} are not those of a vector of {size}")
+    sizes, count = tuple(part.numel() for part in parts), len(parts)
+    size = sum(sizes)
+    if sizes != compute_part_sizes(size, count):
+        raise ValueError(f"parts: sizes {list(sizes)} are not those of a vector of {size}")
+    if size <= _SHORT and parts[0].device.type == "cpu":
+        return torch.cat(list(parts)).index_select(0, _get_places(size, count)[1])
     block = _block(size, count)
     whole = size // block
     vector = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
@@ -53,6 +64,13 @@ def join_parts(parts: Sequence[Tensor]) -> Tensor:
         if index == whole % count:
             vector[whole * block :] = part[own:]
     return vector
+
+
+@lru_cache(maxsize=16)
+def _get_places(size: int, count: int) -> tuple[Tensor, Tensor]:
+    """Where in a vector the numbers of its parts are, end to end; and where in those the numbers of the vector are."""
+    places = torch.cat(_split_blocks(torch.arange(size), count))
+    return places, places.argsort()
 
 
 def _block(size: int, count: int) -> int:

@@ -16,11 +16,11 @@ from phalanx.core import messages as m
 from phalanx.core.codec import encode
 from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
-from phalanx.core.effects import Broadcast, Finished, Leave, ReadState, Receive, Send, Sign, Story
+from phalanx.core.effects import Broadcast, Effect, Finished, Leave, ReadState, Receive, Send, Sign, Story
 from phalanx.core.envelope import Examiner, Letter
 from phalanx.core.membership import View, compute_duties, compute_quorum, decode_view, encode_view
 from phalanx.core.merkle import hash_part, verify_path
-from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
+from phalanx.core.messages import MAX_CHUNK, Phase, Signed
 from phalanx.core.partition import compute_part_sizes
 from phalanx.core.slowpath import Resolution, is_valid_alarm
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
@@ -32,6 +32,7 @@ _MOST_CASES = 1024
 _MOST_JOINS = 256
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
+_ASKED_AT_ONCE = 3
 _ROUNDS = 8
 _MOST_TRIALS = 4
 _GOSSIP_BYTES = 1 << 23
@@ -88,6 +89,8 @@ class Peer:
         """Takes part in a slow path that others opened, whatever this peer was waiting for."""
         self.paused = 0.0
         """Seconds spent in slow paths: no deadline runs meanwhile."""
+        self.time = 0.0
+        """The clock of the fast path: it stands still in slow paths."""
         self.config, self.key, self.run, self.examiner = config, key, config.run, examiner
         self.dtype = WIRE_TYPES[config.wire]
         self.now = 0.0
@@ -99,11 +102,16 @@ class Peer:
         self.parts: dict[tuple[int, int, bytes, int], tuple[bytes, m.Path]] = {}
         self.arrivals = 0
         """Grows with every chunk that comes, so that nobody looks again for what cannot be here yet."""
+        self._turn = sum(key)  # peers that ask at the same time should not all ask the same members
+        self.ahead: dict[bytes, int] = {}
+        """Up to which height each member has shown that it holds everything."""
+        self.foremost = -1
+        """The highest of these."""
         self.verified: set[tuple[Any, ...]] = set()
         """Which of the parts and aggregates held are known to be what they should be."""
         self.readings: dict[tuple[int, int, int], Tensor | None] = {}
-        self.rows: dict[tuple[int, int, bytes, int], tuple[Tensor, bool]] = {}
-        """What the aggregates, and the parts that I aggregate, say: read once."""
+        self.rows: tuple[Tensor, list[bool]] | None = None
+        """What the aggregates, and in this attempt the parts that I aggregate, say: read once."""
         self.aggregates: dict[tuple[int, int, int], bytes] = {}
         self.state: StateFetch | None = None
         self.openings: dict[tuple[int, int, bytes, int], Letter] = {}
@@ -164,11 +172,15 @@ class Peer:
         self.circle = {*view.roster, *(c.key for c in view.candidates), *(k for a in view.attempts for k in a.roster)}
         self.audience = tuple(key for key in (*view.roster, *(c.key for c in view.candidates)) if key != self.key)
         self.others = tuple(key for key in view.roster if key != self.key)
+        self.banned = frozenset(view.banned)
+        """Whose messages are not even looked at: answering them would let a cheat spend our bandwidth."""
         self.answers.clear()
-        self.rows.clear()
+        self.rows = None
+        self.ahead = {key: height for key, height in self.ahead.items() if key in view.roster}
+        self.foremost = max(self.ahead.values(), default=-1)
         self.astray = False
         self.answered_alarms.clear()
-        _drop(self.joins, lambda key: key in view.roster or key in view.banned)
+        _drop(self.joins, [key for key in self.joins if key in view.roster or key in view.banned])
         self.adopted = None
         self._forget()
 
@@ -179,12 +191,12 @@ class Peer:
         oldest = height - _PAST_HEIGHTS
         self.verified = {place for place in self.verified if place[0] >= old}
         for table in (self.parts, self.aggregates, self.openings, self.transcripts, self.gradients, self.readings):
-            _drop(table, lambda place: place[0] < old)
-        _drop(self.own, lambda place: place < old)
+            _drop(table, [place for place in table if place[0] < old])
+        _drop(self.own, [place for place in self.own if place < old])
         for table in (self.pages, self.trials, self.alarms, self.finals):
-            _drop(table, lambda place: place < oldest)
+            _drop(table, [place for place in table if place < oldest])
         for table in (self.timeouts, self.votes, self.gossip):
-            _drop(table, lambda place: place[0] < oldest)
+            _drop(table, [place for place in table if place[0] < oldest])
         for accused in [accused for accused in self.proofs if accused in self.view.banned]:
             del self.proofs[accused]
         while len(self.cases) > _MOST_CASES:
@@ -198,6 +210,12 @@ class Peer:
             page = self.pages[height] = Page()
         return page
 
+    def choose_some(self) -> tuple[bytes, ...]:
+        """A few members to ask for something that most of them have, others each time."""
+        start = self._turn % len(self.others) if self.others else 0
+        self._turn += _ASKED_AT_ONCE
+        return (self.others[start:] + self.others[:start])[:_ASKED_AT_ONCE]
+
     def find_epoch(self, height: int) -> Transcript | None:
         """The attempt that a height belongs to."""
         known = [t for t in self.transcripts.values() if t.view.height <= height]
@@ -205,10 +223,10 @@ class Peer:
 
     # ---- Receiving
 
-    @property
-    def time(self) -> float:
-        """The clock of the fast path: it stands still in slow paths."""
-        return self.now - self.paused
+    def pause(self, seconds: float) -> None:
+        """Leave a slow path: what it took does not count."""
+        self.paused += seconds
+        self.time = self.now - self.paused
 
     def listen(self, until: float) -> Story:
         """Wait for one message until ``until`` on :attr:`time`; join a slow path if one has opened."""
@@ -217,17 +235,18 @@ class Peer:
     def receive(self, until: float) -> Story:
         """Wait for one message and take care of it; :class:`Lost` when one shows that the run went on elsewhere."""
         delivery = yield Receive(until)
-        self.now = delivery.now
+        self.now = now = delivery.now
+        self.time = now - self.paused
         message = delivery.message
-        if message is not None:
-            if type(message) is Finished:
-                self.finished[message.ticket] = message.value
-            elif type(message) is Leave:
-                self.leaving = True
-            elif type(message) is Signed:
+        if message is not None and delivery.sender not in self.banned:
+            if type(message) is Signed:
                 replies = self.take(message, delivery.sender)
                 if replies:
                     yield from replies
+            elif type(message) is Finished:
+                self.finished[message.ticket] = message.value
+            elif type(message) is Leave:
+                self.leaving = True
             else:
                 handler = _HANDLERS.get(type(message))
                 if handler is not None:
@@ -246,14 +265,16 @@ class Peer:
             return self._take_join(message, sender)
         if message.sender not in self.circle:
             return ()
-        if not self.view.height - _PAST_HEIGHTS <= height <= max(self.level + _FUTURE_HEIGHTS, self.view.height):
+        start = self.view.height
+        if height < start - _PAST_HEIGHTS or (height > self.level + _FUTURE_HEIGHTS and height > start):
             return ()
         letter = self.examiner.examine(message)
         if letter is None:
             return ()
         if domain is Domain.AGREED:
-            page = self.page(height)
+            page = self.pages.get(height) or self.page(height)
             if page.add(letter):
+                self._place(message.sender, height - 1)
                 if letter.body is None and message.sender not in self.view.banned:
                     self.keep_proof(message.sender, m.MalformedBody(message))
                 if message.sender in page.seconds:
@@ -274,6 +295,13 @@ class Peer:
             place = (message.step, message.attempt, message.sender, letter.body.part)
             self.openings.setdefault(place, letter)
         return ()
+
+    def _place(self, key: bytes, height: int) -> None:
+        """Note that a member has done what it does only when it holds every message up to ``height``."""
+        if height > self.ahead.get(key, -1):
+            self.ahead[key] = height
+            if height > self.foremost:
+                self.foremost = height
 
     def _is_current(self, message: Signed) -> bool:
         return (message.step, message.attempt) == (self.view.step, self.view.attempt)
@@ -323,7 +351,9 @@ class Peer:
         place = (chunk.step, chunk.attempt, chunk.owner, chunk.part)
         if sender != chunk.owner and ("part", *place, sender) not in self.asked:
             return
-        data = self._assemble(("part", *place, sender), chunk)
+        if (chunk.step, chunk.attempt) == (self.view.step, self.view.attempt):  # parts are sent once COMMIT is complete
+            self._place(sender, self.view.height)
+        data = self._assemble("part", sender, chunk)
         if data is None:
             return
         held = self.parts.get(place)
@@ -378,7 +408,7 @@ class Peer:
         owner = transcript.view.roster[chunk.part]
         if sender != owner and ("aggregate", *place, sender) not in self.asked:
             return
-        data = self._assemble(("aggregate", *place, sender), chunk)
+        data = self._assemble("aggregate", sender, chunk)
         if data is not None and (place not in self.aggregates or not self.has_aggregate(transcript, chunk.part)):
             self.aggregates[place] = data
 
@@ -395,7 +425,7 @@ class Peer:
         self.verified.add(place)
         return True
 
-    def _assemble(self, place: tuple[Any, ...], chunk: m.PartChunk | m.AggregateChunk) -> bytes | None:
+    def _assemble(self, kind: str, sender: bytes, chunk: m.PartChunk | m.AggregateChunk) -> bytes | None:
         """The whole, once all chunks are here; no more than the part's true size is ever kept."""
         transcript = self.transcripts.get((chunk.step, chunk.attempt))
         if transcript is None or chunk.part >= len(transcript.view.roster):
@@ -407,6 +437,8 @@ class Peer:
             return chunk.data
         if chunk.offset % MAX_CHUNK or len(chunk.data) != min(MAX_CHUNK, chunk.size - chunk.offset):
             return None
+        owner = (chunk.owner,) if isinstance(chunk, m.PartChunk) else ()
+        place = (kind, chunk.step, chunk.attempt, *owner, chunk.part, sender)
         chunks = self.partial.setdefault(place, {})
         chunks[chunk.offset] = chunk.data
         if sum(map(len, chunks.values())) < chunk.size:
@@ -428,8 +460,8 @@ class Peer:
             self.links.append((view, messages))
 
 
-def _drop(table: dict[Any, Any], is_old: Callable[[Any], bool]) -> None:
-    for place in [place for place in table if is_old(place)]:
+def _drop(table: dict[Any, Any], places: Iterable[Any]) -> None:
+    for place in places:
         del table[place]
 
 
@@ -470,11 +502,6 @@ def compute_case_digest(case: m.Accusation | m.Proof) -> bytes:
     return compute_digest("case", encode(case))
 
 
-def make_chunks(make: Callable[[int, int, bytes], Message], data: bytes) -> list[Message]:
-    """``data`` in messages of bounded length; ``make(size, offset, piece)`` makes one."""
-    return [make(len(data), offset, data[offset : offset + MAX_CHUNK]) for offset in range(0, len(data), MAX_CHUNK)]
-
-
 # ---- What each kind of direct message does
 
 
@@ -492,14 +519,14 @@ def _may_send_bytes(peer: Peer, sender: bytes, kind: type) -> bool:
     return _may_answer(peer, sender, kind, _ANSWERS + members * members // 2)
 
 
-def _on_part(peer: Peer, sender: bytes, message: m.PartChunk) -> Story:
+def _on_part(peer: Peer, sender: bytes, message: m.PartChunk) -> Iterable[Effect]:
     peer.store_part(sender, message)
-    yield from ()
+    return ()
 
 
-def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Story:
+def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Iterable[Effect]:
     peer.store_aggregate(sender, message)
-    yield from ()
+    return ()
 
 
 def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
@@ -544,11 +571,9 @@ def _on_pull_part(peer: Peer, sender: bytes, message: m.PullPart) -> Story:
 def send_part(peer: Peer, to: tuple[bytes, ...], place: tuple[int, int, bytes, int], data: bytes) -> Story:
     """A part with the path that ties it to its commitment."""
     step, attempt, owner, part = place
-    path = peer.get_path(place)
-    for chunk in make_chunks(
-        lambda size, at, piece: m.PartChunk(step, attempt, owner, part, path, size, at, piece), data
-    ):
-        yield Broadcast(to, chunk)
+    path, size = peer.get_path(place), len(data)
+    for at in range(0, size, MAX_CHUNK):
+        yield Broadcast(to, m.PartChunk(step, attempt, owner, part, path, size, at, data[at : at + MAX_CHUNK]))
 
 
 def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> Story:
@@ -563,8 +588,9 @@ def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> S
 
 
 def send_aggregate(to: tuple[bytes, ...], step: int, attempt: int, part: int, data: bytes) -> Story:
-    for chunk in make_chunks(lambda size, at, piece: m.AggregateChunk(step, attempt, part, size, at, piece), data):
-        yield Broadcast(to, chunk)
+    size = len(data)
+    for at in range(0, size, MAX_CHUNK):
+        yield Broadcast(to, m.AggregateChunk(step, attempt, part, size, at, data[at : at + MAX_CHUNK]))
 
 
 def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
@@ -697,7 +723,7 @@ def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
     yield from ()
 
 
-_HANDLERS: dict[type, Callable[[Peer, Any, Any], Story]] = {
+_HANDLERS: dict[type, Callable[[Peer, Any, Any], Iterable[Effect]]] = {
     m.PartChunk: _on_part,
     m.AggregateChunk: _on_aggregate,
     m.StateChunk: _on_state,

@@ -93,10 +93,11 @@ from phalanx.core.transcript import Transcript, Values
 from phalanx.core.verification import (
     ACCUSER_MARGIN,
     compute_column,
+    encode_parts,
     encode_tensor,
     is_same_report,
     projection_seeds,
-    read_part,
+    read_parts,
 )
 
 
@@ -244,7 +245,7 @@ def prepare_parts(peer: Peer) -> Story:
         seed = compute_batch_seed(peer.config, view.randomness, view.step, peer.key)
         gradient = yield from compute_gradient(peer, view.step, seed)
         own.tensors[view.attempt] = split_parts(gradient, len(view.roster))
-        own.parts[view.attempt] = [encode_tensor(part) for part in own.tensors[view.attempt]]
+        own.parts[view.attempt] = encode_parts(own.tensors[view.attempt])
         digests = [hash_part(part) for part in own.parts[view.attempt]]
         own.roots[view.attempt], own.paths[view.attempt] = compute_paths(digests)
     if on_trial:
@@ -283,12 +284,12 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     if not peer.member:
         return m.Aggregate(None, (0,), (), ())
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
-    wanted, looked = list(places), -1
+    wanted, looked = [place for place in places if not peer.has_part(place)], peer.arrivals
     ask_at = peer.entered + patience / 2  # what was lost on the way, or with my memory, is sent again
     while wanted:
         if looked != peer.arrivals:
             looked = peer.arrivals
-            wanted = [place for place in wanted if not peer.has_part(place)]
+            wanted = [place for place in wanted if place not in peer.parts or not peer.has_part(place)]
         if not wanted or peer.time >= peer.entered + patience:
             break
         if peer.time >= ask_at:
@@ -306,7 +307,7 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         return m.Aggregate(None, missing, (), trials)
     place = (view.step, view.attempt, peer.index)
     if place not in peer.aggregates:
-        rows = torch.stack([read_row(peer, place)[0] for place in places])
+        rows, _ = read_rows(peer)
         result = yield ComputeAggregate(rows, view.tau)
         peer.aggregates[place] = encode_tensor(result)
     data = peer.aggregates[place]
@@ -314,13 +315,15 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     return m.Aggregate(hash_part(data), (), (), trials)
 
 
-def read_row(peer: Peer, place: tuple[int, int, bytes, int]) -> tuple[torch.Tensor, bool]:
-    """A row of the part that I aggregate, and whether its bytes mean anything."""
-    if place not in peer.rows:
-        data = peer.get_part(place)
-        assert data is not None
-        peer.rows[place] = read_part(data, peer.sizes[peer.index], peer.dtype, peer.config.cap)
-    return peer.rows[place]
+def read_rows(peer: Peer) -> tuple[torch.Tensor, list[bool]]:
+    """Everybody's row of the part that I aggregate, all of which are here; and whose bytes mean anything."""
+    if peer.rows is None:
+        view, contributors = peer.view, peer.duties.contributors
+        pieces = [peer.get_part((view.step, view.attempt, key, peer.index)) or b"" for key in contributors]
+        sizes = (peer.sizes[peer.index],) * len(pieces)
+        read = read_parts(pieces, sizes, peer.dtype, peer.config.cap)
+        peer.rows = torch.stack([row for row, _ in read]), [valid for _, valid in read]
+    return peer.rows
 
 
 def open_parts(peer: Peer, own: Own, requests: set[tuple[int, int]]) -> Story:
@@ -372,7 +375,7 @@ def gather(peer: Peer, patience: float) -> Story:
     view = transcript.view
     wanted = set(range(len(view.roster)))
 
-    looked = -1
+    looked, asked = -1, False
 
     def is_here() -> bool:
         nonlocal looked
@@ -384,10 +387,15 @@ def gather(peer: Peer, patience: float) -> Story:
         return not wanted
 
     def ask() -> Iterable[Effect]:
+        """First a few, as each sends it all; a member then asks everybody, since its report has to be in time."""
+        nonlocal asked
+        everybody = peer.others if peer.member and asked else None
+        asked = True
         for part in sorted(wanted):
             place = (view.step, view.attempt, part)
-            peer.asked |= {("aggregate", *place, key) for key in peer.others}
-            yield Broadcast(peer.others, m.PullAggregate(*place, 0))
+            holders = everybody or peer.choose_some()
+            peer.asked |= {("aggregate", *place, key) for key in holders}
+            yield Broadcast(holders, m.PullAggregate(*place, 0))
 
     if peer.member and not is_here():  # what is under way should not be asked for
         soon = min(until, peer.time + peer.config.delta)
@@ -433,13 +441,14 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
     aggregate = read_aggregates(peer, transcript)[peer.index]
     reports, commits = transcript.reports or {}, transcript.phases[Phase.COMMIT]
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
-    if aggregate is None or not all(map(peer.has_part, places)):
+    if aggregate is None or (peer.rows is None and not all(map(peer.has_part, places))):
         return []
-    rows = [read_row(peer, place) for place in places]
+    rows, validity = read_rows(peer)
     seeds = projection_seeds(transcript.randomness or b"", len(view.roster), config.projections)[peer.index]
-    sums, norms = compute_column(torch.stack([row for row, _ in rows]), aggregate, seeds, view.tau)
+    sums, norms = compute_column(rows, aggregate, seeds, view.tau)
+    columns, distances = [tuple(column) for column in sums.T.tolist()], norms.tolist()
     size, count, found = peer.sizes[peer.index], len(view.roster), []
-    for place, (key, (_, valid)) in enumerate(zip(peer.duties.contributors, rows, strict=True)):
+    for place, (key, valid) in enumerate(zip(peer.duties.contributors, validity, strict=True)):
         if key == peer.key:
             continue
         commit, report = commits[key], reports[key]
@@ -451,8 +460,7 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
         body = report.body
         if not isinstance(body, m.Report) or not body.norms or peer.index in body.lacking:
             continue
-        right = tuple(float(x) for x in sums[:, place])
-        norm = float(norms[place])
+        right, norm = columns[place], distances[place]
         said = body.sums[peer.index :: count]
         if not all(
             is_same_report(claim, body.norms[peer.index], true, norm, view.tau, size, ACCUSER_MARGIN)
@@ -588,12 +596,22 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
 
 def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None) -> Story:
     """Take part until the run ends. ``kept`` is the last view on disk, if this peer has been here before."""
+    peer = make_peer(config, key, examiner, kept)
+    return run_made_peer(peer, returning=kept is not None or key not in config.founders)
+
+
+def make_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None) -> Peer:
+    """A peer before its life begins: at the view kept, or with the founders."""
     view = (decode_view(kept) if kept is not None else None) or make_genesis(config)
-    peer = Peer(config, key, examiner, view, follow)
+    return Peer(config, key, examiner, view, follow)
+
+
+def run_made_peer(peer: Peer, returning: bool) -> Story:
+    """A peer's life. One that is ``returning`` asks first how far the others are."""
+    config, view = peer.config, peer.view
     yield from peer.receive(float("-inf"))  # what time is it?
     peer.enter(view)
     peer.join = join_slow_path
-    returning = kept is not None or key not in config.founders
     riding = False
     while True:
         try:

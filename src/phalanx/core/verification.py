@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TypeAlias
@@ -56,7 +56,9 @@ _LARGEST_RADIUS = 1e300
 _CHUNK = 1 << 16
 _FROM_START = np.zeros(1, dtype=np.intp)
 _SMALL = 1 << 15  # up to so many numbers, times projections, short parts are handled together and their z kept
-_INTEGERS = {4: (torch.int32, np.int32, "<i4"), 2: (torch.int16, np.int16, "<i2")}
+# The types in which numpy holds the numbers, on the wire and here; for bfloat16, which it does not know, their bits.
+_LITTLE = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<u2"}
+_NATIVE = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
 
 # ---- What bytes mean
@@ -64,20 +66,32 @@ _INTEGERS = {4: (torch.int32, np.int32, "<i4"), 2: (torch.int16, np.int16, "<i2"
 
 def encode_tensor(t: Tensor) -> bytes:
     """The numbers of a vector in a wire type, as little-endian bytes."""
-    if t.ndim != 1 or t.dtype not in WIRE_TYPES.values():
+    little = _LITTLE.get(t.dtype)
+    if t.ndim != 1 or little is None:
         raise ValueError(f"t: expected a vector of {', '.join(WIRE_TYPES)}, got shape {tuple(t.shape)} of {t.dtype}")
-    integer, _, little = _INTEGERS[t.itemsize]
-    return t.detach().cpu().contiguous().view(integer).numpy().astype(little, copy=False).tobytes()
+    values = t.detach().cpu()
+    if t.dtype is torch.bfloat16:
+        values = values.view(torch.uint16)
+    return values.numpy().astype(little, copy=False).tobytes()
+
+
+def encode_parts(parts: Sequence[Tensor]) -> list[bytes]:
+    """:func:`encode_tensor` of each; of short ones at once."""
+    ends = list(itertools.accumulate(part.numel() * part.itemsize for part in parts))
+    if not ends or ends[-1] > 4 * _SMALL:
+        return [encode_tensor(part) for part in parts]
+    data = encode_tensor(torch.cat(list(parts)))
+    return [data[start:end] for start, end in itertools.pairwise((0, *ends))]
 
 
 def decode_tensor(data: bytes | memoryview, size: int, dtype: torch.dtype) -> Tensor | None:
     """The vector of ``size`` numbers, or None if the bytes are too many or too few for it."""
-    _, native, little = _INTEGERS[dtype.itemsize]
     if len(data) != size * dtype.itemsize:
         return None
     if size == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.from_numpy(np.frombuffer(data, little).astype(native)).view(dtype)
+    vector = torch.from_numpy(np.frombuffer(data, _LITTLE[dtype]).astype(_NATIVE[dtype]))
+    return vector.view(dtype) if dtype is torch.bfloat16 else vector
 
 
 def prepare_gradient(vector: Tensor, cap: float, dtype: torch.dtype) -> Tensor:
@@ -86,12 +100,14 @@ def prepare_gradient(vector: Tensor, cap: float, dtype: torch.dtype) -> Tensor:
     One that is not finite as float32 becomes zero: whoever validates gets the same, so an overflow is nobody's guilt.
     Numbers beyond the type's range are brought to its edge. The norm is summed in one order on every CPU.
     """
-    values = vector.detach().to("cpu", torch.float32)
+    values = vector.detach().cpu().float()
     square = _square(values)
     if not math.isfinite(square):
         return torch.zeros(len(values), dtype=dtype, device=vector.device)
-    norm, largest = math.sqrt(square), torch.finfo(dtype).max
-    scale = cap / norm if norm > cap else 1.0
+    norm = math.sqrt(square)
+    if norm <= cap and dtype is torch.float32:
+        return values.clone().to(vector.device)
+    scale, largest = cap / norm if norm > cap else 1.0, torch.finfo(dtype).max
     out = torch.empty(len(values), dtype=dtype)
     for columns in _chunks(len(values)):
         out[columns] = (values[columns].double() * scale).clamp(-largest, largest)
@@ -104,10 +120,19 @@ def read_part(data: bytes | memoryview, size: int, dtype: torch.dtype, cap: floa
     Bytes of the wrong length, with a number that is not finite, or longer than an honest part can be, count as the zero
     vector: the committed gradient is then defined all the same, and the aggregate with it.
     """
-    part = decode_tensor(data, size, dtype)
-    if part is None or not _is_within(part, _longest(cap, size, dtype)):
-        return torch.zeros(size, dtype=dtype), False
-    return part, True
+    return read_parts([data], (size,), dtype, cap)[0]
+
+
+def read_parts(
+    pieces: Sequence[bytes | memoryview], sizes: tuple[int, ...], dtype: torch.dtype, cap: float
+) -> list[tuple[Tensor, bool]]:
+    """:func:`read_part` of each."""
+    limits = [_longest(cap, size, dtype) for size in sizes]
+    found = _read_within(pieces, sizes, dtype, limits)
+    return [
+        (torch.zeros(size, dtype=dtype), False) if part is None else (part, True)
+        for part, size in zip(found, sizes, strict=True)
+    ]
 
 
 def read_aggregate(data: bytes | memoryview, size: int, dtype: torch.dtype, cap: float) -> Tensor | None:
@@ -115,18 +140,54 @@ def read_aggregate(data: bytes | memoryview, size: int, dtype: torch.dtype, cap:
 
     A weighted mean of valid parts is no longer than the longest, but for the rounding of its own numbers.
     """
-    aggregate = decode_tensor(data, size, dtype)
-    longest = _longest(cap, size, dtype)
-    # 1e-4 is for float32 sums of up to 256 rows.
-    limit = longest * (1 + 2 * _roundoff(dtype) + 1e-4) + _least(dtype) * math.sqrt(size)
-    if aggregate is None or not _is_within(aggregate, limit):
-        return None
-    return aggregate
+    return decode_aggregates([data], (size,), dtype, cap)[0]
 
 
+def decode_aggregates(
+    pieces: Sequence[bytes | memoryview], sizes: tuple[int, ...], dtype: torch.dtype, cap: float
+) -> list[Tensor | None]:
+    """:func:`read_aggregate` of each."""
+    return _read_within(pieces, sizes, dtype, [_longest_aggregate(cap, size, dtype) for size in sizes])
+
+
+def _read_within(
+    pieces: Sequence[bytes | memoryview], sizes: tuple[int, ...], dtype: torch.dtype, limits: Sequence[float]
+) -> list[Tensor | None]:
+    """The vectors in these bytes; None for bytes of the wrong length, or what is not finite or beyond its limit."""
+    fit = [len(data) == size * dtype.itemsize for data, size in zip(pieces, sizes, strict=True)]
+    if len(pieces) > 1 and all(fit) and min(sizes) > 0 and sum(sizes) <= _SMALL:  # calls cost more than arithmetic
+        data = b"".join(pieces)
+        whole, wide = decode_tensor(data, sum(sizes), dtype), _decode_wide(data, dtype)
+        assert whole is not None
+        squares: list[float] = np.add.reduceat(wide * wide, _starts(sizes)).tolist()
+        vectors: Sequence[Tensor | None] = torch.split_with_sizes(whole, sizes)
+    else:
+        vectors = [decode_tensor(data, size, dtype) for data, size in zip(pieces, sizes, strict=True)]
+        squares = [_square(vector) if vector is not None else math.inf for vector in vectors]
+    return [
+        vector if vector is not None and _is_within(vector, square, limit) else None
+        for vector, square, limit in zip(vectors, squares, limits, strict=True)
+    ]
+
+
+def _decode_wide(data: bytes, dtype: torch.dtype) -> Array:
+    """The numbers in these bytes as float64, without a tensor in between."""
+    numbers = np.frombuffer(data, _LITTLE[dtype])
+    if dtype is torch.bfloat16:  # the upper half of a float32
+        return _widen((numbers.astype(np.uint32) << 16).view(np.float32))
+    return _widen(numbers.astype(np.float32, copy=False))
+
+
+@lru_cache(maxsize=64)
 def _longest(cap: float, size: int, dtype: torch.dtype) -> float:
     """The norm up to which a part is valid: the cap, and what rounding adds (near zero, an absolute error)."""
     return _CAP_SLACK * cap + _least(dtype) * math.sqrt(size)
+
+
+@lru_cache(maxsize=64)
+def _longest_aggregate(cap: float, size: int, dtype: torch.dtype) -> float:
+    # 1e-4 is for float32 sums of up to 256 rows.
+    return _longest(cap, size, dtype) * (1 + 2 * _roundoff(dtype) + 1e-4) + _least(dtype) * math.sqrt(size)
 
 
 @cache
@@ -146,14 +207,13 @@ def _least(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps
 
 
-def _is_within(vector: Tensor, limit: float) -> bool:
+def _is_within(vector: Tensor, square: float, limit: float) -> bool:
     """Whether the vector is finite and no longer than ``limit``, with the same answer on every platform.
 
-    Squares of wire numbers are exact in float64, and ``fsum`` rounds their exact sum: it decides where it is close.
+    ``square`` is ``|vector|^2`` as summed in any order. Squares of wire numbers are exact in float64, and ``fsum``
+    rounds their exact sum: it decides where it is close.
     """
     allowed = min(limit * limit, sys.float_info.max)
-    wide = _wide(vector) if len(vector) <= _CHUNK else None
-    square = float(wide @ wide) if wide is not None else _square(vector)
     if not math.isfinite(square):
         return False
     if abs(square - allowed) <= _CLOSE * allowed:
@@ -171,8 +231,9 @@ def _square(vector: Tensor) -> float:
     return total
 
 
-def _pieces(vector: Tensor) -> Iterator[Tensor]:
-    return (vector[columns] for columns in _chunks(len(vector)))
+def _pieces(vector: Tensor) -> Iterable[Tensor]:
+    size = vector.numel()
+    return (vector,) if 0 < size <= _CHUNK else (vector[columns] for columns in _chunks(size))
 
 
 def _chunks(size: int) -> Iterator[slice]:
@@ -186,8 +247,15 @@ def _add_up(values: Array) -> Array:
 
 
 def _wide(t: Tensor) -> Array:
-    values: Array = t.cpu().double().numpy()
-    return values
+    t = t.cpu()
+    # Of short vectors numpy makes less ado, but it does not know bfloat16.
+    return _widen((t.float() if t.itemsize == 2 else t).numpy())
+
+
+def _widen(numbers: npt.NDArray[np.floating]) -> Array:
+    """From four bytes or more: then a signalling nan, which anybody can send, is an ordinary one afterwards."""
+    with np.errstate(invalid="ignore"):
+        return numbers.astype(np.float64)
 
 
 # ---- Reports
@@ -246,7 +314,7 @@ def compute_column(
     if 0 < size <= _CHUNK and len(rows) * size * len(seeds) <= _SMALL:
         x = _wide(rows if isinstance(rows, Tensor) else torch.stack(list(rows))) - _wide(aggregate)
         squares = _add_up(x * x)
-        sums = _add_up(_joined_vectors((seeds,), (size,))[:, None] * x)
+        sums = _add_up(_get_vectors(seeds, size)[:, None] * x)
     else:
         sums, squares = _measure(rows, aggregate, seeds)
     norms: Array = np.sqrt(squares)
@@ -297,10 +365,17 @@ def _draw(stream: Stream, count: int) -> Array:
 @lru_cache(maxsize=64)
 def _joined_vectors(seeds: tuple[tuple[bytes, ...], ...], sizes: tuple[int, ...]) -> Array:
     """The Gaussian vectors of short parts end to end, ``(projections, total)``; in one process many peers want them."""
-    vectors = [[_draw(Stream(seed), size) for seed in keys] for keys, size in zip(seeds, sizes, strict=True)]
-    joined: Array = np.concatenate([np.stack(part) for part in vectors], axis=1)
+    joined: Array = np.concatenate([_get_vectors(keys, size) for keys, size in zip(seeds, sizes, strict=True)], axis=1)
     joined.setflags(write=False)
     return joined
+
+
+@lru_cache(maxsize=256)
+def _get_vectors(seeds: tuple[bytes, ...], size: int) -> Array:
+    """Those of one part: a contributor wants them for its report, an aggregator once more for V1."""
+    vectors: Array = np.stack([_draw(Stream(seed), size) for seed in seeds])
+    vectors.setflags(write=False)
+    return vectors
 
 
 @lru_cache(maxsize=64)
@@ -338,6 +413,7 @@ def is_same_report(
     return same_sum and abs(claimed_norm - true_norm) <= margin * relative * true_norm
 
 
+@lru_cache(maxsize=64)
 def sum_bound(tau: float, count: int, size: int, dtype: torch.dtype, cap: float) -> float:
     """V2: ``eps``, which ``|sum_i s_i|`` of an honest aggregator over ``count`` contributors does not exceed.
 

@@ -201,6 +201,7 @@ class _Peer:
         "story",
         "ticket",
         "timer",
+        "until",
         "waiting",
     )
 
@@ -213,8 +214,8 @@ class _Peer:
         self.ticket = 0
         """The last that this story was given."""
         self.waiting = False
-        self.deadline = math.inf
-        """When the Receive it waits in ends, in virtual time."""
+        self.until = self.deadline = math.inf
+        """When the Receive it waits in ends: on the local clock, and in virtual time."""
         self.timer = math.inf
         """When it is next woken to look at its deadline; no later than the deadline while it waits."""
 
@@ -384,6 +385,7 @@ class World:
         self._random = Random(seed).random
         self._wire, self._count, self._trace, self._log = wire, count, trace, log
         self._on_note, self._keep_notes = on_note, keep_notes
+        self._measures = count or trace or wire or log is not None
         self._hasher = blake3()
         self._unhashed = bytearray()
         self._peers: dict[bytes, _Peer] = {}
@@ -659,7 +661,10 @@ class World:
         """Have a peer woken in time. Most waits end with a message: they share the timer that is set, if it comes
         before their deadline, or the schedule would fill with timers that nobody needs."""
         peer.waiting = True
-        peer.deadline = deadline = peer.get_moment(until) if until < math.inf else math.inf
+        if until != peer.until:  # most waits are the one before, gone on with
+            peer.until = until
+            peer.deadline = peer.get_moment(until) if until < math.inf else math.inf
+        deadline = peer.deadline
         if deadline < peer.timer:
             peer.timer = deadline
             self._push(deadline, _WAKE, peer, None, None)
@@ -709,7 +714,7 @@ class World:
 
     def _pack(self, sender: bytes, message: Message, receivers: int) -> _Parcel | None:
         """Measure a message once for all its receivers; None if it is too long for anybody."""
-        if not (self._count or self._trace or self._wire or self._log is not None):
+        if not self._measures:
             data = message.body if type(message) is Signed else message.data if isinstance(message, _CHUNKS) else None
             if data is not None and len(data) < MAX_FRAME // 2:
                 return _Parcel(message, "", 0, b"", b"")

@@ -17,7 +17,7 @@ from phalanx.core.crypto import Domain, Signer, compute_digest
 from phalanx.core.effects import Story
 from phalanx.core.events import AttemptStarted, RunFinished
 from phalanx.core.peer import Peer
-from phalanx.core.step import run_peer
+from phalanx.core.step import make_peer, run_made_peer
 from phalanx.network.ideal import IdentityExaminer, make_signers
 from phalanx.network.simulated import Disk, Links, Skew, StoryFailed, World
 from phalanx.simulation.machine import Bowl, compute_state_digest, make_start
@@ -96,7 +96,7 @@ class Swarm:
         """When ``delta`` was last known not to hold."""
         self._unsteady: dict[bytes, float] = {}
         self._stories: dict[bytes, Story] = {}
-        self._peers: dict[bytes, tuple[Story, Peer]] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._keep_events = keep_events
         self.world = World(
             self.config.run,
@@ -126,8 +126,9 @@ class Swarm:
         machine = Bowl(self.config.size, setup.compute_time, setup.rounding, key)
 
         def begin(disk: Disk) -> Story:
-            story = run_peer(self.config, key, self.examiner, disk.view)
-            self._stories[key] = story
+            peer = make_peer(self.config, key, self.examiner, disk.view)
+            story = run_made_peer(peer, returning=disk.view is not None or key not in self.config.founders)
+            self._stories[key], self._peers[key] = story, peer
             return story if attack is None else attack.wrap(story, self.insiders[key])
 
         self.world.add(key, signer, machine, begin, setup.skews.get(index))
@@ -175,17 +176,8 @@ class Swarm:
         return alive and self._unsteady.get(key, -math.inf) < since and self.delta_broken < since
 
     def get_peer(self, key: bytes) -> Peer | None:
-        """The memory of a peer that runs: a look into its story."""
-        story = self._stories.get(key)
-        held = self._peers.get(key)
-        if held is not None and held[0] is story:
-            return held[1]
-        frame = getattr(story, "gi_frame", None)
-        peer = frame.f_locals.get("peer") if frame is not None else None
-        if story is not None and isinstance(peer, Peer):
-            self._peers[key] = story, peer
-            return peer
-        return None
+        """The memory of a peer that has begun."""
+        return self._peers.get(key)
 
     def get_machine(self, key: bytes) -> Bowl:
         machine = self.world.get_disk(key).machine
