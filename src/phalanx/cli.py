@@ -1,4 +1,6 @@
-"""The command line: it parses arguments, calls, and prints. Exit 0 fine, 1 ran and found a failure, 2 bad input.
+"""The command line: it parses arguments, calls, and prints.
+
+Exit 0 fine, 1 ran and found a failure, 2 bad input, 130 interrupted after a checkpoint.
 
 With ``--json`` the last line of stdout is one JSON object, and everything else goes to stderr.
 """
@@ -14,11 +16,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from phalanx import __version__
 from phalanx.core.crypto import Identity
-from phalanx.core.errors import LocalError
+from phalanx.core.errors import LocalError, WriteFailed
 
 app = typer.Typer(
     help="Train one PyTorch model together with people you do not trust.",
@@ -36,6 +37,9 @@ def main() -> None:
     except LocalError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         sys.exit(2)
+    except WriteFailed as error:
+        print(f"phalanx: {error}; what was written before is intact", file=sys.stderr)
+        sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"phalanx: {where}{error.strerror or error}", file=sys.stderr)
@@ -64,28 +68,121 @@ def keygen(
 
 
 @app.command()
-def demo(as_json: Json = False) -> None:
-    """Seven of sixteen peers cheat: watch the mean fail and CenteredClip hold."""
-    from phalanx.demo import STEPS, run_demo
+def demo(
+    out: Annotated[
+        Path, typer.Option(help="A folder for picture and report; if it exists, one with a number is made.")
+    ] = Path("phalanx-demo"),
+    as_json: Json = False,
+) -> None:
+    """Three of eight peers cheat: watch the same training fall apart unprotected, and hold under Phalanx."""
+    from phalanx.demo import compare_clipping, run_demo
 
-    result = run_demo()
-    curves = (result.honest, result.clipped, result.mean)
-    table = Table(title="Distance to the true parameters")
-    table.add_column("step", justify="right")
-    for curve in curves:
-        table.add_column(curve.name, justify="right")
-    for step in (0, 1, 2, 5, 10, 20, 50, STEPS):
-        table.add_row(str(step), *(_format_error(curve.errors[step]) for curve in curves))
-    console = Console(stderr=as_json)
-    console.print(table)
-    console.print(
-        f"Every attacker sent its gradient times -1000. The mean follows them; CenteredClip gave no attacker more than "
-        f"{100 * result.attacker_weight:.2g}% of the weight (an equal share is {100 / 16:.2g}%)."
+    folder, number = out, 1
+    while folder.exists():
+        number += 1
+        folder = out.with_name(f"{out.name}-{number}")
+    result = run_demo(folder)
+    bare, safe = result.unprotected, result.protected
+    print(
+        f"{bare.metric_name}: {_format_share(bare.final_metric)} unprotected, {_format_share(safe.final_metric)} "
+        f"protected; {safe.byzantine_banned} of 3 attackers banned, {safe.honest_banned} honest peers\n"
+        f"picture: {result.picture}\nreport:  {result.report}",
+        file=sys.stderr if as_json else sys.stdout,
     )
     if as_json:
-        names = ("honest", "clipped", "mean")
-        errors = {f"{name}_error": curve.errors[-1] for name, curve in zip(names, curves, strict=True)}
-        _print_json({**errors, "attacker_weight": result.attacker_weight})
+        runs = {"unprotected": bare.to_json(), "protected": safe.to_json()}
+        files = {"picture": str(result.picture), "report": str(result.report)}
+        _print_json({**compare_clipping(), **runs, **files})
+
+
+@app.command()
+def simulate(
+    task: Annotated[
+        str | None, typer.Option(help="digits, pysource, cifar10, text, or FILE.py:NAME. [default: digits]")
+    ] = None,
+    peers: Annotated[int | None, typer.Option(help="Members of the swarm. [default: 16]")] = None,
+    byzantine: Annotated[int | None, typer.Option(help="How many of them attack. [default: 0]")] = None,
+    attack: Annotated[
+        str | None,
+        typer.Option(
+            help="sign_flip, random_direction, label_flip, delayed, ipm_0.1, ipm_0.6, alie, none, an attack on the "
+            "protocol, or FILE.py:NAME. [default: none]"
+        ),
+    ] = None,
+    start: Annotated[int | None, typer.Option(help="The step in which attackers begin. [default: 0]")] = None,
+    every: Annotated[int | None, typer.Option(help="They act in every so-many-th step. [default: 1]")] = None,
+    delay: Annotated[
+        int | None, typer.Option(help="Steps that the attack delayed lags behind. [default: 1000]")
+    ] = None,
+    defense: Annotated[
+        str | None,
+        typer.Option(
+            help="phalanx, or behind a trusted server: mean, allreduce, median, geometric_median, krum, multi_krum, "
+            "trimmed_mean, server_clip. [default: phalanx]"
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training. [default: the task's]")] = None,
+    validators: Annotated[int | None, typer.Option(help="Members that check others, each step. [default: 1]")] = None,
+    tau: Annotated[
+        str | None, typer.Option(help="Where CenteredClip clips: auto, or a length. [default: auto]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random. [default: 0]")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a peer's batch. [default: the task's]")] = None,
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, e.g. name=adamw, rate=0.01; may be repeated.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="The paper's: btard-sgd, btard-clipped-sgd, restarted-btard-sgd.")
+    ] = None,
+    clip: Annotated[
+        float | None, typer.Option("--clip", "--lambda", help="Scale gradients to this length: btard-clipped-sgd.")
+    ] = None,
+    wire: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: float32]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for the task, e.g. data=FOLDER; may be repeated.")
+    ] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for manifest, transcript, events, checkpoints, plots.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    stop_at: Annotated[int | None, typer.Option(help="Stop before this step, as Ctrl-C would.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a task with a swarm in this process: the whole protocol, attackers included."""
+    from phalanx.run import run_simulate
+
+    given = {
+        "task": task,
+        "peers": peers,
+        "byzantine": byzantine,
+        "attack": attack,
+        "start": start,
+        "every": every,
+        "delay": delay,
+        "defense": defense,
+        "steps": steps,
+        "validators": validators,
+        "tau": tau,
+        "seed": seed,
+        "batch": batch,
+        "optimizer": _parse_settings(optimizer, "optimizer"),
+        "method": method,
+        "clip": clip,
+        "wire": wire,
+        "device": device,
+        "options": {name: str(value) for name, value in (_parse_pairs(option, "option") or {}).items()} or None,
+        "evaluate_every": evaluate_every,
+        "checkpoint_every": checkpoint_every,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    result = run_simulate(chosen, out, resume=resume, stop_at=stop_at)
+    if as_json:
+        _print_json(result.to_json())
+    if result.interrupted:
+        raise typer.Exit(130)
 
 
 @app.command()
@@ -150,8 +247,36 @@ def fuzz(
         raise typer.Exit(1)
 
 
-def _format_error(error: float) -> str:
-    return f"{error:.3g}" if math.isfinite(error) else "overflow"
+def _parse_pairs(texts: list[str] | None, option: str) -> dict[str, str] | None:
+    """NAME=VALUE, each."""
+    if not texts:
+        return None
+    pairs = [text.partition("=") for text in texts]
+    for text, (name, equals, _) in zip(texts, pairs, strict=True):
+        if not (name and equals):
+            raise LocalError(f"{option}: expected NAME=VALUE, got {text!r}")
+    return {name: value for name, _, value in pairs}
+
+
+def _parse_settings(texts: list[str] | None, option: str) -> dict[str, Any] | None:
+    """The same, with numbers and true or false as such."""
+    pairs = _parse_pairs(texts, option)
+    return {name: _parse_value(value) for name, value in pairs.items()} if pairs is not None else None
+
+
+def _parse_value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _format_share(value: float | None) -> str:
+    return f"{100 * value:.1f}%" if value is not None else "none"
 
 
 def _print_json(values: dict[str, Any]) -> None:

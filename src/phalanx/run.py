@@ -1,0 +1,139 @@
+"""What ``phalanx simulate`` does around a run: show it, stop it in good order, and leave pictures behind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from phalanx.core.errors import LocalError
+from phalanx.events import read_events
+from phalanx.show.plots import plot_run
+from phalanx.show.progress import Progress
+from phalanx.show.report import write_report
+from phalanx.training.checkpoints import write_safely
+from phalanx.training.manifest import Manifest, read_manifest
+from phalanx.training.recorder import EVENTS
+from phalanx.training.simulate import MANIFEST, Result, resume, simulate
+
+PLOT = "plot.png"
+REPORT = "report.html"
+
+
+def run_simulate(
+    chosen: Mapping[str, Any], out: Path | None, *, resume: bool = False, stop_at: int | None = None
+) -> Result:
+    """Start a run with the options chosen, or go on with the one in ``out``."""
+    with listen_for_interrupts() as is_interrupted, Progress() as progress:
+
+        def stop(step: int) -> bool:
+            return is_interrupted() or (stop_at is not None and step >= stop_at)
+
+        if resume:
+            result = _resume(chosen, out, progress, stop)
+        else:
+            result = simulate(**{"task": "digits", **chosen}, out=out, on_event=progress.on_event, stop=stop)
+    _leave_pictures(result)
+    _say_goodbye(result)
+    return result
+
+
+@contextmanager
+def listen_for_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks to stop; a second one stops at once."""
+    asked = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        print(
+            "phalanx: stopping after this step, with a checkpoint; press Ctrl-C again to stop at once", file=sys.stderr
+        )
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _resume(
+    chosen: Mapping[str, Any],
+    out: Path | None,
+    progress: Progress,
+    stop: Callable[[int], bool],
+) -> Result:
+    if out is None:
+        raise LocalError("--resume needs --out, the folder of the run")
+    manifest = read_manifest(out / MANIFEST)
+    for name, value in chosen.items():
+        held = _look_up(manifest, name)
+        if held is not None and held != value:
+            raise LocalError(
+                f"--{name.replace('_', '-')} {value}: the run in {out} has {held}; "
+                "leave the option out, or start a new run"
+            )
+    if (out / EVENTS).exists():
+        progress.catch_up(read_events(out / EVENTS))
+    return resume(out, on_event=progress.on_event, stop=stop)
+
+
+def _look_up(manifest: Manifest, name: str) -> Any:
+    """What a manifest says about an option; None if it says nothing that could differ."""
+    if name == "task":
+        return manifest.task.name
+    if name == "tau":
+        return "auto" if manifest.clipping.tau is None else str(manifest.clipping.tau)
+    for section in (manifest.run, manifest.simulation, manifest.task):
+        if name in section.__struct_fields__:
+            return getattr(section, name)
+    return None
+
+
+def _leave_pictures(result: Result) -> None:
+    if result.out is None:
+        return
+    out = Path(result.out)
+    write_safely(out / PLOT, lambda path: plot_run(result.events, path))
+    command = format_command(read_manifest(out / MANIFEST))
+    write_safely(out / REPORT, lambda path: write_report(path, result.events, command=command, head=result.log_head))
+
+
+def format_command(manifest: Manifest) -> str:
+    """The command that makes a run again."""
+    task, run, clip, simulation = manifest.task, manifest.run, manifest.clipping, manifest.simulation
+    words: list[tuple[str, Any]] = [("task", task.name)]
+    words += [("option", f"{name}={value}") for name, value in task.options.items()]
+    words += [(name, getattr(run, name)) for name in ("peers", "byzantine")]
+    if run.byzantine and simulation.attack != "none":
+        words += [(name, getattr(simulation, name)) for name in ("attack", "start", "every", "delay")]
+    words += [("defense", simulation.defense), ("steps", run.steps), ("validators", run.validators)]
+    words += [("tau", "auto" if clip.tau is None else clip.tau), ("seed", run.seed), ("batch", task.batch)]
+    words += [("optimizer", f"{name}={json.dumps(value).strip(chr(34))}") for name, value in manifest.optimizer.items()]
+    words += [("method", run.method), ("clip", clip.cap)] if run.method == "btard-clipped-sgd" else []
+    words += [("wire", run.wire), ("device", run.device)]
+    options = (f"--{name} {shlex.quote(str(value))}" for name, value in words if value is not None)
+    return " ".join(["phalanx simulate", *options])
+
+
+def _say_goodbye(result: Result) -> None:
+    value = "none" if result.final_metric is None else f"{result.final_metric:.4f}"
+    traffic = result.bytes_per_peer_step or 0.0
+    print(
+        f"{result.metric_name} {value} after {result.steps} steps; {result.byzantine_banned} attackers banned, "
+        f"{result.byzantine_active} still in; honest peers banned: {result.honest_banned}; "
+        f"{traffic / 1e3:.1f} kB sent per peer and step (all-reduce: {result.allreduce_bytes_per_peer_step / 1e3:.1f})",
+        file=sys.stderr,
+    )
+    if result.out is not None:
+        print(f"written to {result.out}; the event log ends in {result.log_head}", file=sys.stderr)
+    if result.interrupted and result.out is not None:
+        print(f"go on with: phalanx simulate --out {result.out} --resume", file=sys.stderr)

@@ -1,0 +1,146 @@
+"""What fixes a run, as a TOML file: read by people, hashed by peers.
+
+Two runs with the same manifest end in the same state. Sections are small structs; what is not in them is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from phalanx.core.config import AutomaticTau, Config
+from phalanx.core.crypto import compute_digest
+from phalanx.core.errors import LocalError
+
+VERSION = 1
+
+
+class _Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class TaskSection(_Section, frozen=True, kw_only=True):
+    name: str
+    """A built-in task, or FILE.py:NAME."""
+    options: dict[str, str] = {}
+    digest: str
+    """Of the data and what else makes the task: a peer with another one does not start."""
+    batch: int
+
+
+class RunSection(_Section, frozen=True, kw_only=True):
+    peers: int
+    byzantine: int
+    validators: int
+    outages: int = 0
+    steps: int
+    seed: int
+    wire: str = "float32"
+    device: str = "cpu"
+    threads: int
+    """Of one peer's gradients: results depend on it in the last bits."""
+    method: str = "none"
+
+
+class ClippingSection(_Section, frozen=True, kw_only=True):
+    tau: float | None = None
+    """None: automatic."""
+    multiple: float = 1.0
+    start: float = 1.0
+    floor: float = 1e-3
+    ceiling: float = 1e3
+    cap: float
+    """The longest that a gradient may be; the lambda of btard-clipped-sgd."""
+
+
+class SimulationSection(_Section, frozen=True, kw_only=True):
+    defense: str
+    attack: str
+    start: int
+    every: int
+    delay: int | None = None
+    attackers: list[int]
+    evaluate_every: int
+    checkpoint_every: int
+
+
+class Manifest(_Section, frozen=True, kw_only=True):
+    version: int
+    task: TaskSection
+    run: RunSection
+    clipping: ClippingSection
+    optimizer: dict[str, Any]
+    simulation: SimulationSection
+
+    @property
+    def seed(self) -> bytes:
+        """Of all randomness in the run. Who attacks, and how often is measured, makes no difference to it."""
+        text = format_manifest(self).partition("[simulation]")[0]
+        return compute_digest("seed of a run", text.encode())
+
+    def make_config(self, founders: tuple[bytes, ...], size: int, state: bytes) -> Config:
+        """The protocol's numbers, for so many trained numbers and the digest of the state before step 0."""
+        clip = self.clipping
+        tau: float | AutomaticTau = (
+            AutomaticTau(multiple=clip.multiple, start=clip.start, floor=clip.floor, ceiling=clip.ceiling)
+            if clip.tau is None
+            else clip.tau
+        )
+        return Config(
+            founders=founders,
+            byzantine=self.run.byzantine,
+            validators=self.run.validators,
+            outages=self.run.outages,
+            size=size,
+            steps=self.run.steps,
+            wire=self.run.wire,
+            tau=tau,
+            cap=clip.cap,
+            delta_max=2 * clip.cap,
+            seed=self.seed,
+            state=state,
+        )
+
+
+def format_manifest(manifest: Manifest) -> str:
+    values = msgspec.to_builtins(manifest)
+    lines = ["# A run of Phalanx: with this file and the same software it can be repeated bit for bit."]
+    lines.append(f"version = {values.pop('version')}")
+    for section, fields in values.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{name} = {_format(value)}" for name, value in fields.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _format(value: Any) -> str:
+    """A value of TOML; its strings and lists are those of JSON."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {_format(v)}" for k, v in value.items()) + " }" if value else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_format, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file, or :class:`LocalError` with what is wrong with it."""
+    if not path.is_file():
+        raise LocalError(f"{path}: there is no manifest; expected the folder of a run")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LocalError(f"{path}: not a TOML file: {error}") from None
+    version = values.get("version")
+    if version != VERSION:
+        raise LocalError(
+            f"{path}: a manifest of version {version!r}, and this is version {VERSION}: "
+            "use the software that wrote it, or start a new run"
+        )
+    try:
+        return msgspec.convert(values, Manifest)
+    except msgspec.ValidationError as error:
+        raise LocalError(f"{path}: {error}") from None

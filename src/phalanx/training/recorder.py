@@ -1,0 +1,132 @@
+"""What is kept of a run: events, transcript, checkpoints. All of it in one folder, or only the events in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from phalanx import events
+from phalanx.core.errors import WriteFailed
+from phalanx.core.memory import Epoch, encode_memory
+from phalanx.events import Event, EventLog
+from phalanx.training.checkpoints import Checkpoint, write_checkpoint
+from phalanx.training.gradients import Gradients
+from phalanx.training.optimizers import State, compute_state_digest
+
+EVENTS = "events.jsonl"
+TRANSCRIPT = "transcript.bin"
+_HEADER = 8
+
+
+class Recorder:
+    """Takes down what happens. ``stop(step)`` says whether the run should be interrupted before ``step``."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        *,
+        steps: int,
+        evaluate_every: int,
+        checkpoint_every: int,
+        out: Path | None = None,
+        resume: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+        stop: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.events: list[Event] = events.read_events(out / EVENTS) if out is not None and resume else []
+        self.state: State | None = None
+        """Of the last checkpoint."""
+        self.metric: float | None = None
+        self.interrupted = False
+        self._gradients, self._steps = gradients, steps
+        self._evaluate_every, self._checkpoint_every = evaluate_every, checkpoint_every
+        self._out, self._on_event = out, on_event
+        self._stop = stop or (lambda step: False)
+        self._stopping = False
+        self._log: EventLog | None = None
+        self._transcript: BinaryIO | None = None
+        if out is not None:
+            self._log = EventLog(out / EVENTS, resume=resume)
+            self._transcript = open(out / TRANSCRIPT, "ab")  # noqa: SIM115
+
+    @property
+    def log_head(self) -> str | None:
+        return self._log.head if self._log is not None else None
+
+    def close(self) -> None:
+        try:
+            if self._transcript is not None:
+                self._transcript.close()
+            if self._log is not None:
+                self._log.close()
+        except OSError as error:
+            raise WriteFailed(f"{self._out}: could not be written: {error.strerror or error}") from error
+
+    def add(self, event: Event) -> None:
+        if self._log is not None:
+            try:
+                self._log.add(event)
+            except OSError as error:
+                raise WriteFailed(f"{self._out}/{EVENTS}: could not be written: {error.strerror or error}") from error
+        self.events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def write_transcript(self, epochs: Sequence[Epoch]) -> None:
+        """The attempts of a step that is final: each with its length before it."""
+        if self._transcript is None:
+            return
+        try:
+            for epoch in epochs:
+                data = encode_memory(epoch)
+                self._transcript.write(len(data).to_bytes(_HEADER, "little") + data)
+            self._transcript.flush()
+        except OSError as error:
+            raise WriteFailed(f"{self._out}/{TRANSCRIPT}: could not be written: {error.strerror or error}") from error
+
+    def evaluate(self, step: int, parameters: Tensor) -> None:
+        """Measure the model when it is time: after ``step`` steps."""
+        if step % self._evaluate_every == 0 or step >= self._steps:
+            self.metric = self._gradients.evaluate(parameters)
+            self.add(events.Evaluated(step, self.metric))
+
+    def wants_to_stop(self, step: int) -> bool:
+        self._stopping = self._stopping or self._stop(step)
+        return self._stopping
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        return self.wants_to_stop(step) or (self._out is not None and step % self._checkpoint_every == 0)
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Nothing is left to do: the run has been at its end before."""
+        self.state = checkpoint.states[checkpoint.step]
+
+    def write_checkpoint(self, checkpoint: Checkpoint) -> None:
+        step, self.state = checkpoint.step, checkpoint.states[checkpoint.step]
+        digest = compute_state_digest(self.state).hex()
+        if self._out is not None:
+            model = self._gradients.make_state_dict(self.state.parameters)
+            folder = write_checkpoint(self._out, checkpoint, model)
+            self.add(events.CheckpointWritten(step, folder.relative_to(self._out).as_posix(), digest))
+        if step >= self._steps:
+            self.add(events.RunFinished(step, self.metric, digest))
+        elif self._stopping:
+            self.interrupted = True
+            self.add(events.Interrupted(step))
+
+
+def read_transcript(path: Path) -> list[Epoch]:
+    """All whole records of a transcript; one that was cut off in the middle ends it."""
+    import msgspec
+
+    data, at, found = path.read_bytes(), 0, []
+    while at + _HEADER <= len(data):
+        size = int.from_bytes(data[at : at + _HEADER], "little")
+        if at + _HEADER + size > len(data):
+            break
+        found.append(msgspec.msgpack.decode(data[at + _HEADER : at + _HEADER + size], type=Epoch))
+        at += _HEADER + size
+    return found

@@ -1,0 +1,448 @@
+"""Train with a swarm in one process: ``phalanx.simulate``, and what ``phalanx simulate`` calls.
+
+import phalanx
+
+result = phalanx.simulate("digits", peers=16, byzantine=7, attack="sign_flip", start=50)
+print(result.final_metric, result.steps_to_ban)
+model.load_state_dict(result.model)
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import events
+from phalanx.attacks import Attack, load_attack, set_options
+from phalanx.attacks.base import Combined
+from phalanx.attacks.gradients import Delayed
+from phalanx.baselines.aggregators import BASELINES, get_baseline
+from phalanx.core.config import Config
+from phalanx.core.crypto import Signer
+from phalanx.core.errors import LocalError
+from phalanx.core.partition import split_parts
+from phalanx.core.randomness import derive_seed
+from phalanx.core.verification import WIRE_TYPES
+from phalanx.events import Event
+from phalanx.network.ideal import make_signers
+from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint, write_safely
+from phalanx.training.gradients import Gradients, describe_platform
+from phalanx.training.machine import Workshop
+from phalanx.training.manifest import (
+    VERSION,
+    ClippingSection,
+    Manifest,
+    RunSection,
+    SimulationSection,
+    TaskSection,
+    format_manifest,
+    read_manifest,
+)
+from phalanx.training.optimizers import METHODS, make_optimizer
+from phalanx.training.recorder import EVENTS, Recorder
+from phalanx.training.server import ServerRun
+from phalanx.training.swarm import SwarmRun
+from phalanx.training.task import Task
+from phalanx.training.tasks import load_task
+
+MANIFEST = "manifest.toml"
+PHALANX = "phalanx"
+DEFENSES = (PHALANX, *BASELINES)
+
+_SAMPLES = 8  # gradients from which scales are measured before a run
+_CAP = 100.0  # times the usual length of a gradient
+_RANGE = 1e3  # by which an automatic tau may move from its start, up and down
+_RECIPE = ("steps", "tau", "optimizer")  # of a task's recipe; the rest are settings of the optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a run ended."""
+
+    final_metric: float | None
+    metric_name: str
+    steps: int
+    honest_banned: int
+    honest_removed: int
+    byzantine_banned: int
+    byzantine_active: int
+    """Byzantine members at the end."""
+    steps_to_ban: list[int]
+    """For each attacker that was banned: steps from the start of the attack to the ban, both included."""
+    bytes_per_peer_step: float | None
+    """Sent by a member in a step, on average, framing included."""
+    allreduce_bytes_per_peer_step: float
+    """The same for a plain butterfly all-reduce."""
+    state_digest: str
+    interrupted: bool = False
+    out: str | None = None
+    log_head: str | None = None
+    """The hash of the last line of the event log: who knows it can tell whether the log was cut short."""
+    model: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """For ``load_state_dict``."""
+    events: list[Event] = field(default_factory=list, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {name: value for name, value in vars(self).items() if name not in ("model", "events")}
+
+
+def simulate(
+    task: str | Task,
+    *,
+    peers: int = 16,
+    byzantine: int = 0,
+    attack: str | Attack = "none",
+    start: int = 0,
+    every: int = 1,
+    delay: int | None = None,
+    defense: str = PHALANX,
+    steps: int | None = None,
+    validators: int = 1,
+    tau: float | str = "auto",
+    seed: int = 0,
+    batch: int | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    method: str | None = None,
+    clip: float | None = None,
+    wire: str = "float32",
+    device: str = "cpu",
+    options: Mapping[str, str] | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    out: str | Path | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    stop: Callable[[int], bool] | None = None,
+) -> Result:
+    """Train ``task`` with ``peers`` peers, ``byzantine`` of which attack, all in this process.
+
+    ``task`` is a :class:`Task`, the name of a built-in one, or FILE.py:NAME; ``options`` are the task's. Attackers
+    follow ``attack`` from step ``start`` on, in every ``every``-th step. ``optimizer`` overrides settings of the task's
+    recipe; ``method`` is one of the paper's, of which btard-clipped-sgd scales gradients to length ``clip`` (lambda).
+
+    With ``out``, a folder that must not hold a run yet, everything is written there, and a run that was stopped goes on
+    with :func:`resume`. ``on_event`` hears of everything as it happens; ``stop(step)``, asked after each step, ends the
+    run with a checkpoint.
+    """
+    chosen = load_task(task, dict(options or {})) if isinstance(task, str) else task
+    if batch is not None:
+        chosen = replace(chosen, batch=batch)
+    attacking = set_options(load_attack(attack) if isinstance(attack, str) else attack, start=start, every=every)
+    if delay is not None:
+        attacking = _set_delay(attacking, delay)
+    _check(peers, byzantine, start, every, defense)
+    gradients = Gradients(chosen, seed, device)
+    settings, steps = _make_settings(chosen, optimizer or {}, method, steps)
+    length, scale = _measure(gradients, peers, seed)
+    if method == "btard-clipped-sgd" and clip is None:
+        raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (clip, --clip)")
+    manifest = Manifest(
+        version=VERSION,
+        task=TaskSection(
+            name=task if isinstance(task, str) else task.name,
+            options=dict(options or {}),
+            digest=chosen.digest,
+            batch=chosen.batch,
+        ),
+        run=RunSection(
+            peers=peers,
+            byzantine=byzantine,
+            validators=validators,
+            steps=steps,
+            seed=seed,
+            wire=wire,
+            device=device,
+            threads=torch.get_num_threads(),
+            method=method or "none",
+        ),
+        clipping=_make_clipping(tau, peers, byzantine, validators, scale, clip if clip is not None else _CAP * length),
+        optimizer=settings,
+        simulation=SimulationSection(
+            defense=defense,
+            attack=attack if isinstance(attack, str) else type(attack).__name__,
+            start=start,
+            every=every,
+            delay=delay,
+            attackers=sorted(Random(seed).sample(range(peers), byzantine)),
+            evaluate_every=evaluate_every or max(1, steps // 40),
+            checkpoint_every=checkpoint_every or max(1, steps // 4),
+        ),
+    )
+    folder = None
+    if out is not None:
+        folder = Path(out)
+        if (folder / MANIFEST).exists():
+            raise LocalError(f"{folder}: there is a run already; resume it, or choose another folder")
+    return _run(manifest, chosen, gradients, attacking, folder, None, on_event, stop)
+
+
+def resume(
+    out: str | Path,
+    *,
+    task: Task | None = None,
+    attack: Attack | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    stop: Callable[[int], bool] | None = None,
+) -> Result:
+    """Go on with a run from its last checkpoint. It ends in the same state as if it had not stopped.
+
+    A task or an attack that was given as an object has to be given again.
+    """
+    folder = Path(out)
+    manifest = read_manifest(folder / MANIFEST)
+    section, simulation = manifest.task, manifest.simulation
+    chosen = load_task(section.name, dict(section.options)) if task is None else task
+    chosen = replace(chosen, batch=section.batch)
+    if chosen.digest != section.digest:
+        raise LocalError(
+            f"task {section.name!r}: its data is not what {folder} was started with (content hash "
+            f"{chosen.digest[:16]}, expected {section.digest[:16]})"
+        )
+    if manifest.run.threads != torch.get_num_threads():
+        torch.set_num_threads(manifest.run.threads)
+    attacking = load_attack(simulation.attack) if attack is None else attack
+    attacking = set_options(attacking, start=simulation.start, every=simulation.every)
+    if simulation.delay is not None:
+        attacking = _set_delay(attacking, simulation.delay)
+    latest = find_latest(folder)
+    checkpoint = read_checkpoint(latest) if latest is not None else None
+    gradients = Gradients(chosen, manifest.run.seed, manifest.run.device)
+    return _run(manifest, chosen, gradients, attacking, folder, checkpoint, on_event, stop, resumed=True)
+
+
+def _run(
+    manifest: Manifest,
+    task: Task,
+    gradients: Gradients,
+    attack: Attack,
+    out: Path | None,
+    checkpoint: Checkpoint | None,
+    on_event: Callable[[Event], None] | None,
+    stop: Callable[[int], bool] | None,
+    resumed: bool = False,
+) -> Result:
+    run, simulation = manifest.run, manifest.simulation
+    optimizer = make_optimizer(manifest.optimizer, run.steps, gradients.sizes)
+    history = max((part.delay for part in _list_parts(attack) if isinstance(part, Delayed)), default=0)
+    workshop = Workshop(gradients, optimizer, history)
+    signers, verify = make_signers(run.peers, run.seed, ideal=False)
+    keys = tuple(signer.key for signer in signers)
+    config = manifest.make_config(keys, gradients.size, workshop.start_digest)
+    if simulation.defense == PHALANX:
+        config = config.check()
+    if out is not None and not resumed:
+        out.mkdir(parents=True, exist_ok=True)
+        write_safely(out / MANIFEST, lambda path: path.write_text(format_manifest(manifest), encoding="utf-8"))
+    recorder = Recorder(
+        gradients,
+        steps=run.steps,
+        evaluate_every=simulation.evaluate_every,
+        checkpoint_every=simulation.checkpoint_every,
+        out=out,
+        resume=resumed and out is not None and (out / EVENTS).exists(),
+        on_event=on_event,
+        stop=stop,
+    )
+    attackers = {keys[place]: attack for place in simulation.attackers}
+    if checkpoint is not None:
+        workshop.parameters = dict(checkpoint.history)
+    try:
+        if not (resumed and recorder.events):
+            recorder.add(_announce(manifest, task, config))
+        if resumed:
+            recorder.add(events.Resumed(checkpoint.step if checkpoint is not None else 0))
+        if checkpoint is None:
+            recorder.evaluate(0, gradients.start)
+        if checkpoint is not None and checkpoint.step >= run.steps:
+            recorder.release(checkpoint)
+        else:
+            _make_run(manifest, config, signers, verify, attackers, workshop, recorder, checkpoint).run()
+    finally:
+        recorder.close()
+    assert recorder.state is not None, "a run ends with a checkpoint"
+    model = gradients.make_state_dict(recorder.state.parameters)
+    return replace(summarize(recorder.events, model, out), log_head=recorder.log_head)
+
+
+def _make_run(
+    manifest: Manifest,
+    config: Config,
+    signers: list[Signer],
+    verify: Any,
+    attackers: dict[bytes, Attack],
+    workshop: Workshop,
+    recorder: Recorder,
+    checkpoint: Checkpoint | None,
+) -> SwarmRun | ServerRun:
+    seed, defense = manifest.run.seed, manifest.simulation.defense
+    if defense == PHALANX:
+        return SwarmRun(config, signers, verify, attackers, workshop, recorder, checkpoint, seed)
+    whole = config.size * WIRE_TYPES[config.wire].itemsize
+    sent = round(_count_allreduce(config)) if defense == "allreduce" else whole
+    clip = manifest.clipping
+    # A server clips whole gradients: with parts of equal scale they lie sqrt(n) times as far apart.
+    tau = clip.tau if clip.tau is not None else clip.start * math.sqrt(manifest.run.peers)
+    combine = get_baseline(defense, tau if defense == "server_clip" else None)
+    return ServerRun(config, signers, attackers, workshop, recorder, combine, sent, checkpoint, seed)
+
+
+def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = None) -> Result:
+    """The result of a run, from its events alone."""
+    first = told[0]
+    assert isinstance(first, events.RunStarted)
+    begun: list[Event] = []
+    for event in told:  # what a run did after its last checkpoint was undone when it was resumed
+        if isinstance(event, events.Resumed):
+            begun = [old for old in begun if _is_before(old, event.step)]
+        begun.append(event)
+    steps = [event for event in begun if isinstance(event, events.StepFinished)]
+    banned = {event.peer: event.step for event in begun if isinstance(event, events.Banned)}
+    removed = {event.peer for event in begun if isinstance(event, events.Removed)}
+    joined = {event.peer for event in begun if isinstance(event, events.Joined)}
+    measured = [event.metric for event in begun if isinstance(event, events.Evaluated)]
+    states = [event.state for event in begun if isinstance(event, events.CheckpointWritten | events.RunFinished)]
+    attackers = set(first.attackers)
+    work = sum(event.members for event in steps)
+    size, n = first.size * first.number_bytes, first.peers
+    return Result(
+        final_metric=measured[-1] if measured else None,
+        metric_name=first.metric_name,
+        steps=len(steps),
+        honest_banned=len(banned.keys() - attackers),
+        honest_removed=len(removed - attackers),
+        byzantine_banned=len(banned.keys() & attackers),
+        byzantine_active=len(attackers - banned.keys() - (removed - joined)),
+        steps_to_ban=[banned[peer] - (first.start or 0) + 1 for peer in sorted(banned) if peer in attackers],
+        bytes_per_peer_step=sum(event.bytes_sent for event in steps) / work if work else None,
+        allreduce_bytes_per_peer_step=2 * (n - 1) / n * size,
+        state_digest=states[-1] if states else steps[-1].state,
+        interrupted=not any(isinstance(event, events.RunFinished) for event in begun),
+        out=str(out) if out is not None else None,
+        model=model,
+        events=told,
+    )
+
+
+def _is_before(event: Event, step: int) -> bool:
+    """Whether an event happened before the checkpoint of ``step`` was written."""
+    if isinstance(event, events.Evaluated | events.CheckpointWritten | events.Interrupted | events.Resumed):
+        return event.step <= step
+    return getattr(event, "step", -1) < step
+
+
+# ---- Preparing a run
+
+
+def _check(peers: int, byzantine: int, start: int, every: int, defense: str) -> None:
+    if defense not in DEFENSES:
+        raise LocalError(f"defense {defense!r} is unknown; expected one of {', '.join(DEFENSES)}")
+    if not 0 <= byzantine <= peers or peers < 1:
+        raise LocalError(f"byzantine: expected 0 to {peers}, the number of peers, got {byzantine}")
+    if start < 0 or every < 1:
+        raise LocalError(f"start: expected a step from 0, and every at least 1; got {start} and {every}")
+
+
+def _make_settings(
+    task: Task, changes: Mapping[str, Any], method: str | None, steps: int | None
+) -> tuple[dict[str, Any], int]:
+    """The optimizer's settings, and how many steps."""
+    recipe = dict(task.recipe)
+    chosen = steps if steps is not None else recipe.get("steps", 400)
+    if type(chosen) is not int or chosen < 1:
+        raise LocalError(f"steps: expected a whole number from 1, got {chosen!r}")
+    if method is not None and method not in METHODS:
+        raise LocalError(f"method {method!r} is unknown; expected one of {', '.join(METHODS)}")
+    name = changes.get("name", METHODS[method].optimizer if method is not None else recipe.get("optimizer", "sgd"))
+    own = {key: value for key, value in recipe.items() if key not in _RECIPE}
+    if name != recipe.get("optimizer", "sgd"):  # what suits one optimizer does not suit another
+        own = {key: own[key] for key in ("rate",) if key in own}
+        own |= {"first_stage": max(1, chosen // 7)} if name == "restarted" else {}
+    settings = {"name": name, "rate": 0.1, **own, **changes}
+    if settings.get("warmup", 0) > chosen:
+        settings["warmup"] = chosen
+    make_optimizer(settings, chosen)
+    return settings, chosen
+
+
+def _measure(gradients: Gradients, peers: int, seed: int) -> tuple[float, float]:
+    """How long gradients are before the first step, and how far their parts lie from their mean: public batches."""
+    base = derive_seed(str(seed).encode(), "scales before a run")
+    seeds = [derive_seed(base, "sample", place.to_bytes(8, "little")) for place in range(_SAMPLES)]
+    rows = torch.stack([gradients.compute(gradients.start, seed) for seed in seeds]).double()
+    if gradients.size < peers:
+        raise LocalError(f"task {gradients.task.name!r}: {gradients.size} parameters cannot be cut into {peers} parts")
+    parts = [[float(part.norm()) for part in split_parts(row, peers)] for row in rows - rows.mean(0)]
+    length = median(float(row.norm()) for row in rows)
+    scale = median(median(column) for column in zip(*parts, strict=True))
+    return length or 1.0, scale or 1.0
+
+
+def _make_clipping(
+    tau: float | str, peers: int, byzantine: int, validators: int, scale: float, cap: float
+) -> ClippingSection:
+    if tau != "auto":
+        try:
+            return ClippingSection(tau=float(tau), cap=cap)
+        except ValueError:
+            raise LocalError(f"tau: expected 'auto' or a positive number, got {tau!r}") from None
+    room = (peers - validators - byzantine) / byzantine if byzantine else 1.0
+    multiple = max(min(1.0, 0.9 * room), 1e-6)
+    start = multiple * scale
+    return ClippingSection(multiple=multiple, start=start, floor=start / _RANGE, ceiling=start * _RANGE, cap=cap)
+
+
+def _set_delay(attack: Attack, delay: int) -> Attack:
+    if delay < 1:
+        raise LocalError(f"delay: expected at least 1 step, got {delay}")
+    if isinstance(attack, Combined):
+        return replace(attack, attacks=tuple(_set_delay(part, delay) for part in attack.attacks))
+    return replace(attack, delay=delay) if isinstance(attack, Delayed) else attack
+
+
+def _list_parts(attack: Attack) -> tuple[Attack, ...]:
+    return attack.attacks if isinstance(attack, Combined) else (attack,)
+
+
+def _count_allreduce(config: Config) -> float:
+    n = len(config.founders)
+    return 2 * (n - 1) / n * config.size * WIRE_TYPES[config.wire].itemsize
+
+
+def _announce(manifest: Manifest, task: Task, config: Config) -> events.RunStarted:
+    from phalanx import __version__
+
+    run, simulation = manifest.run, manifest.simulation
+    attacks = run.byzantine > 0 and simulation.attack != "none"
+    return events.RunStarted(
+        run=config.run.hex(),
+        task=manifest.task.name,
+        peers=run.peers,
+        byzantine=run.byzantine,
+        attack=simulation.attack if attacks else None,
+        start=simulation.start if attacks else None,
+        every=simulation.every if attacks else None,
+        defense=simulation.defense,
+        steps=run.steps,
+        validators=run.validators,
+        seed=run.seed,
+        size=config.size,
+        metric_name=task.metric_name,
+        higher_is_better=task.higher_is_better,
+        keys=[key.hex() for key in config.founders],
+        attackers=simulation.attackers,
+        software={
+            "phalanx": __version__,
+            "python": platform.python_version(),
+            "platform": describe_platform(run.device),
+        },
+        number_bytes=WIRE_TYPES[run.wire].itemsize,
+    )
