@@ -26,7 +26,7 @@ from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.effects import Broadcast, Note, Send, Sign, Story
 from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath
-from phalanx.core.membership import compute_quorum, encode_view
+from phalanx.core.membership import compute_quorum, compute_roster_digest, encode_view
 from phalanx.core.messages import AgreedBody, Phase, Signed
 from phalanx.core.peer import Lost, Peer, compute_item_digest
 from phalanx.core.slowpath import SEALING, Resolution, Seen, get_successor, is_agreed, is_valid_alarm, resolve
@@ -480,9 +480,10 @@ def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outco
     view, delta, others = epoch.view, peer.config.delta, _others(peer, epoch)
     quorum, wanted = compute_quorum(peer.config, view), encode(core)
     firsts: list[Letter] | None = None
+    roster = compute_roster_digest(view.roster)
     for final in (False, True):
         body = msgspec.structs.replace(core, round=round_, final=final)
-        vote = yield Sign(height, view.step, view.attempt, epoch.heights[height], bytes(32), body)
+        vote = yield Sign(height, view.step, view.attempt, epoch.heights[height], roster, body)
         peer.take(vote)
         yield Broadcast(others, vote)
         end = peer.now + 3 * delta

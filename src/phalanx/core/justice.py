@@ -492,33 +492,33 @@ def _decide_states(transcript: Transcript, decision: Decision) -> None:
             decision.remove(key, "came to another state")
 
 
-def find_complaints(transcript: Transcript) -> list[Complaint]:
+def find_complaints(config: Config, transcript: Transcript) -> list[Complaint]:
     """Who named whom. If more members are at odds with too many than can be Byzantine, ``delta`` did not hold."""
     view, found = transcript.view, []
     for key, letter in transcript.phases.get(Phase.AGGREGATE, {}).items():
         if isinstance(letter.body, m.Aggregate):
             found += [Complaint(view.step, key, view.roster[i]) for i in letter.body.missing]
-    return found if len(_find_quarrellers(view, found)) <= view.bound else []
+    return found if len(_find_quarrellers(config, view, found)) <= view.bound else []
 
 
-def _find_quarrellers(view: View, complaints: Sequence[Complaint]) -> set[bytes]:
-    """Who names, or is named by, more members than may be Byzantine."""
+def _find_quarrellers(config: Config, view: View, complaints: Sequence[Complaint]) -> set[bytes]:
+    """Who names, or is named by, more members than may be Byzantine or out: a crash loses parts without guilt."""
     at_odds: dict[bytes, set[bytes]] = {}
     for complaint in complaints:
         at_odds.setdefault(complaint.namer, set()).add(complaint.named)
         at_odds.setdefault(complaint.named, set()).add(complaint.namer)
-    return {key for key, others in at_odds.items() if len(others) > view.bound}
+    return {key for key, others in at_odds.items() if len(others) > view.bound + config.outages}
 
 
 def _decide_complaints(config: Config, transcript: Transcript, decision: Decision) -> None:
     """Elimination: a pair that keeps naming each other goes together; who is at odds with too many goes alone."""
     view = transcript.view
-    fresh = find_complaints(transcript)
+    fresh = find_complaints(config, transcript)
     if not fresh:
         return
     done = {*decision.banned, *decision.removed}  # whoever goes anyway takes nobody along
     complaints = [c for c in (*view.complaints, *fresh) if c.namer not in done and c.named not in done]
-    gone = _find_quarrellers(view, complaints)
+    gone = _find_quarrellers(config, view, complaints)
     if len(gone) > view.bound:
         return
     for key in sorted(gone):
@@ -600,7 +600,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         state=decision.state,
         targets=(),
         scale=scale,
-        complaints=find_complaints(transcript),
+        complaints=find_complaints(config, transcript),
         served=find_served(transcript),
         joins=[key for key, count in asked.items() if count > transcript.view.bound],
         acquitted=decision.acquitted,

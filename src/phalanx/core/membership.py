@@ -133,6 +133,11 @@ def decode_view(data: bytes) -> View | None:
     return view if encode_view(view) == data else None
 
 
+def compute_roster_digest(roster: Sequence[bytes]) -> bytes:
+    """The name of a roster: final votes bear it, so that they count in no other."""
+    return compute_digest("roster", *roster)
+
+
 def compute_quorum(config: Config, view: View) -> int:
     """How many members' signatures settle a slow path."""
     n = len(view.roster)

@@ -18,7 +18,14 @@ from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.effects import Broadcast, Effect, Finished, Leave, ReadState, Receive, Send, Sign, Story
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.membership import View, compute_duties, compute_quorum, decode_view, encode_view
+from phalanx.core.membership import (
+    View,
+    compute_duties,
+    compute_quorum,
+    compute_roster_digest,
+    decode_view,
+    encode_view,
+)
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Phase, Signed
 from phalanx.core.partition import compute_part_sizes
@@ -473,7 +480,11 @@ def find_certificate(
     A quorum of final votes says so; or SEAL, ABORT or COMMIT of one height from *every* member, since one that is not
     complete may still be replaced by a slow path. Of these all but ``bound`` have to name the view: a Byzantine member
     may sign for a view of its own.
+
+    Whoever leaves out a link, so that the roster seems not to have changed, must not have a smaller quorum accepted:
+    votes bear their roster, COMMIT comes from the view's own, and who sealed an attempt is on record in the view.
     """
+    roster = compute_roster_digest(before.roster)
     whole: dict[int, dict[bytes, tuple[Signed, bool]]] = {}
     votes: dict[tuple[int, int], dict[bytes, Signed]] = {}
     for message in messages:
@@ -484,8 +495,10 @@ def find_certificate(
         body = letter.body if letter is not None else None
         if letter is not None and message.domain is Domain.AGREED:
             named = isinstance(body, m.Seal | m.Abort | m.Commit) and body.view == view.digest
+            if named and _find_roster(view, message) not in (before.roster, None):
+                continue
             whole.setdefault(message.height, {})[message.sender] = (message, named)
-        elif isinstance(body, m.Outcome) and body.final and body.view == view.digest:
+        elif isinstance(body, m.Outcome) and body.final and body.view == view.digest and message.previous == roster:
             votes.setdefault((message.height, body.round), {})[message.sender] = message
     quorum = compute_quorum(config, before)
     for ballots in votes.values():
@@ -496,6 +509,14 @@ def find_certificate(
         if len(said) == len(before.roster) and naming >= max(len(before.roster) - before.bound, quorum):
             return tuple(message for message, _ in said.values())
     return None
+
+
+def _find_roster(view: View, message: Signed) -> tuple[bytes, ...] | None:
+    """Whose agreed messages these are, as far as the view that they name tells."""
+    if message.phase is Phase.COMMIT:
+        return view.roster
+    records = (x.roster for x in view.attempts if (x.step, x.attempt) == (message.step, message.attempt))
+    return next(records, None)
 
 
 def compute_case_digest(case: m.Accusation | m.Proof) -> bytes:
@@ -648,6 +669,8 @@ def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
         if later is None or later.height < view.height or later == view:
             continue
         certificate = find_certificate(peer.config, peer.examiner, view, later, link.messages)
+        if certificate is None and later.height > peer.view.height:  # those who started with me may have settled it
+            certificate = find_certificate(peer.config, peer.examiner, peer.view, later, link.messages)
         if certificate is None:
             break
         if later.roster != view.roster:
