@@ -10,10 +10,10 @@ demo: $(INSTALLED)
 	$(BIN)/phalanx demo
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-core: $(INSTALLED) lint
-	$(BIN)/python -m pytest --ignore=tests/network
+	$(BIN)/python -m pytest -n auto --ignore=tests/network
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -24,8 +24,10 @@ lint: $(INSTALLED)
 fuzz: $(INSTALLED)
 	$(BIN)/phalanx fuzz --seeds 0:3000 --jobs $$(nproc)
 
-# What the README states about odds, Sybils and honest peers. Hours on two cores.
+# What the README states about attacks on training, odds, Sybils and honest peers. Hours on two cores.
 experiments: $(INSTALLED)
+	$(BIN)/python experiments/attacks.py --jobs $$(nproc)
+	$(BIN)/python experiments/attacks.py --task pysource --seeds 1 --attacks sign_flip alie --margin 0.02 --relative --jobs $$(nproc)
 	$(BIN)/python experiments/conviction.py --runs 1000 --share 1 --jobs $$(nproc)
 	$(BIN)/python experiments/conviction.py --runs 1000 --share 1 --silent --jobs $$(nproc)
 	$(BIN)/python experiments/conviction.py --runs 200 --share 0.1 --jobs $$(nproc)

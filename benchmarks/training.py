@@ -3,7 +3,7 @@
     python benchmarks/training.py [--steps 3] [--peers 16] [--batch 8] [--json]
 
 Every peer of the swarm does all of its own work, one after the other in this process: nothing is shared between them,
-neither signatures that were checked, nor updates, nor hashes. Timed are whole steps after the first two; the time in
+neither signatures that were checked, nor updates, nor hashes. Timed are whole steps after the first five; the time in
 gradients is what ``Gradients.compute`` takes, validators' recomputation included, and the protocol's is all the rest.
 Images are random: they take as long as real ones. Links cost nothing here; ``benchmarks/traffic.py`` counts bytes.
 
@@ -36,7 +36,7 @@ from phalanx.training.task import Data, Task, accuracy, classification_loss
 from phalanx.training.tasks.cifar10 import ResNet18
 
 TARGET = 0.25
-WARM_UP = 2
+WARM_UP = 5  # until then every step takes memory that no other has used, which costs more than the work in it
 KINDS = ("compute_aggregate", "compute_report", "apply")
 
 

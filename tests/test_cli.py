@@ -1,9 +1,11 @@
 """The command line is a contract: what goes to stdout, what to stderr, and the exit code."""
 
 import json
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,22 @@ BAD_FUZZ = (
     "--seeds 0:1 --attack /no/such/file.py:mine",
     "--seeds 0:1 --trace /no/such/folder/trace",
 )
+BAD_SIMULATE = {
+    "--task nonsense": "task 'nonsense': not one of digits",
+    "--task /no/such/file.py:mine": "there is no file",
+    "--task cifar10": "needs the option data",
+    "--task cifar10 --option data=/no/such/folder": "/no/such/folder",
+    "--attack nonsense": "attack 'nonsense' is unknown",
+    "--peers 8 --byzantine 4 --attack sign_flip": "lower byzantine to 3, or take 10 members",
+    "--defense nonsense": "defense 'nonsense' is unknown",
+    "--steps 0": "steps: expected a whole number from 1",
+    "--tau much": "tau: expected 'auto' or a positive number",
+    "--optimizer name=nonsense": "optimizer: name = 'nonsense'",
+    "--optimizer rate": "optimizer: expected NAME=VALUE",
+    "--resume": "--resume needs --out",
+    "--resume --out /no/such/folder": "there is no manifest",
+    "--device nonsense": "nonsense",
+}
 
 
 @pytest.mark.parametrize(
@@ -67,14 +85,64 @@ def test_bad_input_exits_with_2_and_says_nothing_on_stdout(arguments: tuple[str,
     assert "Traceback" not in result.stderr
 
 
-def test_demo_shows_that_clipping_holds_where_the_mean_fails() -> None:
-    result = phalanx("demo", "--json")
+def test_demo_shows_that_the_protocol_holds_where_the_mean_fails(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    result = phalanx("demo", "--json", "--out", str(tmp_path / "demo"))
     values = last_json(result)
     assert result.returncode == 0
     assert len(result.stdout.splitlines()) == 1
+    assert values["protected"]["byzantine_banned"] == 3
+    assert values["protected"]["honest_banned"] == 0
+    assert values["protected"]["final_metric"] > 0.9
+    assert values["unprotected"]["final_metric"] < 0.2
+    assert Path(values["report"]).parent == tmp_path / "demo-2", "what is there is never overwritten"
+    assert Path(values["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert "<h1>" in Path(values["report"]).read_text()
     assert values["mean_error"] is None, "the mean should have overflowed: null, never NaN"
     assert values["clipped_error"] < 0.02 * 13.7, "within 2% of the starting distance"
     assert values["attacker_weight"] < 0.001
+
+
+@pytest.mark.parametrize("options", BAD_SIMULATE)
+def test_a_run_that_cannot_be_is_one_line_and_exit_2(options: str) -> None:
+    result = phalanx("simulate", *options.split())
+    assert (result.returncode, result.stdout) == (2, "")
+    assert BAD_SIMULATE[options] in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+SMALL = f"{Path(__file__).parent / 'training' / 'small.py'}:task"
+
+
+def test_ctrl_c_checkpoints_and_says_how_to_resume(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["--task", SMALL, "--peers", "4", "--steps", "4000", "--seed", "3", "--json"]
+    command = [Path(sys.executable).parent / "phalanx", "simulate", *options, "--out", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while not any((run / "checkpoints").glob("[0-9]*")) and process.poll() is None:
+            if (run / "events.jsonl").exists() and (run / "events.jsonl").read_text().count("StepFinished") > 3:
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    stopped = json.loads(out.splitlines()[-1])
+    assert stopped["interrupted"] is True
+    assert f"phalanx simulate --out {run} --resume" in said
+    again = phalanx("simulate", "--out", str(run), "--resume", "--stop-at", str(stopped["steps"] + 3), "--json")
+    assert again.returncode == 130, again.stderr
+    assert last_json(again)["steps"] == stopped["steps"] + 3
+
+
+def test_a_full_disk_under_a_run_is_exit_1(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "transcript.bin").symlink_to("/dev/full")
+    result = phalanx("simulate", "--task", SMALL, "--peers", "4", "--steps", "3", "--out", str(tmp_path / "run"))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "transcript.bin: could not be written: No space left on device" in result.stderr
+    assert "what was written before is intact" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path) -> None:

@@ -190,6 +190,19 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) 
     assert [event.step for event in result.events if isinstance(event, events.Resumed)] == [16]
 
 
+def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> None:
+    def die(event: events.Event) -> None:
+        if isinstance(event, events.CheckpointWritten) and event.step == 12:
+            raise RuntimeError("killed")
+
+    settings = {**ATTACKED, "steps": 12}
+    with pytest.raises(RuntimeError, match="killed"):
+        simulate(task, **settings, out=tmp_path / "run", on_event=die)
+    result = resume(tmp_path / "run", task=task)
+    assert not result.interrupted
+    assert is_same(result, simulate(task, **settings))
+
+
 @pytest.mark.parametrize("defense", ["mean", "krum"])
 def test_a_server_resumes_too(tmp_path: Path, defense: str) -> None:
     settings = {**ATTACKED, "defense": defense, "attack": "alie"}
@@ -380,3 +393,11 @@ def test_the_python_interface() -> None:
     model = nn.Linear(10, 3)
     model.load_state_dict(result.model)
     assert isinstance(result, phalanx.Result)
+
+
+def test_a_task_that_cannot_be_repeated_is_refused() -> None:
+    """Validators would find honest peers guilty."""
+    draws = iter(range(1000))
+    restless = dataclasses.replace(task, augment=lambda batch, generator: (batch[0] + next(draws), batch[1]))
+    with pytest.raises(LocalError, match="is another one the second time"):
+        simulate(restless, peers=4, steps=2)

@@ -63,9 +63,9 @@ class Story:
         return sum(x.bytes_sent for x in self.steps.values()) / plain if plain > 0 else None
 
     def compute_delay(self, ban: Banned) -> int | None:
-        """Steps from the beginning of the attack to an attacker's ban."""
+        """Steps from the beginning of the attack to an attacker's ban, both included."""
         start = self.started.start
-        return ban.step - start if start is not None and ban.peer in self.started.attackers else None
+        return ban.step - start + 1 if start is not None and ban.peer in self.started.attackers else None
 
 
 def tell(events: Iterable[Event]) -> Story:

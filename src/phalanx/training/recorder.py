@@ -101,8 +101,12 @@ class Recorder:
         return self.wants_to_stop(step) or (self._out is not None and step % self._checkpoint_every == 0)
 
     def release(self, checkpoint: Checkpoint) -> None:
-        """Nothing is left to do: the run has been at its end before."""
+        """Nothing is left to do: the run has been at its end before. It may have been killed before it said so."""
         self.state = checkpoint.states[checkpoint.step]
+        if not any(isinstance(event, events.RunFinished) for event in self.events):
+            measured = [event.metric for event in self.events if isinstance(event, events.Evaluated)]
+            digest = compute_state_digest(self.state).hex()
+            self.add(events.RunFinished(checkpoint.step, measured[-1] if measured else None, digest))
 
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
         step, self.state = checkpoint.step, checkpoint.states[checkpoint.step]

@@ -34,6 +34,7 @@ from phalanx.core.randomness import derive_seed
 from phalanx.core.verification import WIRE_TYPES
 from phalanx.events import Event
 from phalanx.network.ideal import make_signers
+from phalanx.show.story import tell
 from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint, write_safely
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.machine import Workshop
@@ -141,6 +142,7 @@ def simulate(
         attacking = _set_delay(attacking, delay)
     _check(peers, byzantine, start, every, defense)
     gradients = Gradients(chosen, seed, device)
+    gradients.require_repeatable()
     settings, steps = _make_settings(chosen, optimizer or {}, method, steps)
     length, scale = _measure(gradients, peers, seed)
     if method == "btard-clipped-sgd" and clip is None:
@@ -297,46 +299,32 @@ def _make_run(
 
 def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = None) -> Result:
     """The result of a run, from its events alone."""
-    first = told[0]
-    assert isinstance(first, events.RunStarted)
-    begun: list[Event] = []
-    for event in told:  # what a run did after its last checkpoint was undone when it was resumed
-        if isinstance(event, events.Resumed):
-            begun = [old for old in begun if _is_before(old, event.step)]
-        begun.append(event)
-    steps = [event for event in begun if isinstance(event, events.StepFinished)]
-    banned = {event.peer: event.step for event in begun if isinstance(event, events.Banned)}
-    removed = {event.peer for event in begun if isinstance(event, events.Removed)}
-    joined = {event.peer for event in begun if isinstance(event, events.Joined)}
-    measured = [event.metric for event in begun if isinstance(event, events.Evaluated)]
-    states = [event.state for event in begun if isinstance(event, events.CheckpointWritten | events.RunFinished)]
+    story = tell(told)
+    first, steps = story.started, list(story.steps.values())
+    banned = {ban.peer for ban in story.bans}
+    joined = {event.peer: event.step for event in story.joined}
+    gone = {event.peer for event in story.gone if joined.get(event.peer, -1) < event.step}
     attackers = set(first.attackers)
     work = sum(event.members for event in steps)
     size, n = first.size * first.number_bytes, first.peers
+    waits = (story.compute_delay(ban) for ban in sorted(story.caught, key=lambda ban: ban.peer))
     return Result(
-        final_metric=measured[-1] if measured else None,
+        final_metric=story.final_metric,
         metric_name=first.metric_name,
         steps=len(steps),
-        honest_banned=len(banned.keys() - attackers),
-        honest_removed=len(removed - attackers),
-        byzantine_banned=len(banned.keys() & attackers),
-        byzantine_active=len(attackers - banned.keys() - (removed - joined)),
-        steps_to_ban=[banned[peer] - (first.start or 0) + 1 for peer in sorted(banned) if peer in attackers],
+        honest_banned=len(story.wronged),
+        honest_removed=len({event.peer for event in story.gone if isinstance(event, events.Removed)} - attackers),
+        byzantine_banned=len(story.caught),
+        byzantine_active=len(attackers - banned - gone),
+        steps_to_ban=[wait for wait in waits if wait is not None],
         bytes_per_peer_step=sum(event.bytes_sent for event in steps) / work if work else None,
         allreduce_bytes_per_peer_step=2 * (n - 1) / n * size,
-        state_digest=states[-1] if states else steps[-1].state,
-        interrupted=not any(isinstance(event, events.RunFinished) for event in begun),
+        state_digest=story.finished.state if story.finished is not None else steps[-1].state,
+        interrupted=story.finished is None,
         out=str(out) if out is not None else None,
         model=model,
         events=told,
     )
-
-
-def _is_before(event: Event, step: int) -> bool:
-    """Whether an event happened before the checkpoint of ``step`` was written."""
-    if isinstance(event, events.Evaluated | events.CheckpointWritten | events.Interrupted | events.Resumed):
-        return event.step <= step
-    return getattr(event, "step", -1) < step
 
 
 # ---- Preparing a run

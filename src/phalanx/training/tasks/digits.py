@@ -21,7 +21,7 @@ def make_task() -> Task:
         test=test,
         loss=classification_loss,
         metric=accuracy,
-        batch=32,
+        batch=64,
         augment=shift_images,
         poison=flip_labels,
         recipe={
@@ -29,7 +29,7 @@ def make_task() -> Task:
             "rate": 0.1,
             "momentum": 0.9,
             "nesterov": True,
-            "weight_decay": 0.0,
+            "weight_decay": 1e-3,
             "schedule": "cosine",
             "steps": 400,
         },
