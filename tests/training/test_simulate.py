@@ -19,6 +19,7 @@ from phalanx import events
 from phalanx.attacks import PAPER
 from phalanx.core.envelope import Examiner
 from phalanx.core.errors import LocalError, WriteFailed
+from phalanx.core.membership import decode_view
 from phalanx.core.messages import Phase
 from phalanx.events import read_events
 from phalanx.network.ideal import make_signers
@@ -185,9 +186,13 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) 
         simulate(task, **ATTACKED, out=tmp_path / "run", checkpoint_every=8, on_event=die)
     with open(tmp_path / "run" / "events.jsonl", "ab") as log:
         log.write(b'{"type":"StepFin')
+    with open(tmp_path / "run" / "transcript.bin", "ab") as transcript:
+        transcript.write((1000).to_bytes(8, "little") + b"torn")
     result = resume(tmp_path / "run", task=task)
     assert is_same(result, whole)
     assert [event.step for event in result.events if isinstance(event, events.Resumed)] == [16]
+    steps = [decode_view(epoch.view).step for epoch in read_transcript(tmp_path / "run" / "transcript.bin")]  # type: ignore[union-attr]
+    assert set(range(30)) <= set(steps)
 
 
 def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> None:
@@ -344,6 +349,27 @@ def test_a_manifest_that_was_spoilt(tmp_path: Path, change: tuple[str, str], lin
         resume(run, task=task)
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (("peers = 7", "peers = 8"), "run"),
+        (("seed = 0", "seed = 1"), "run"),
+        (("rate = 0.2", "rate = 0.3"), "run"),
+        (('attack = "sign_flip"', 'attack = "alie"'), "attack"),
+        (('defense = "phalanx"', 'defense = "mean"'), "defense"),
+        (("start = 3", "start = 4"), "start"),
+    ],
+)
+def test_a_manifest_that_was_changed(tmp_path: Path, change: tuple[str, str], name: str) -> None:
+    run = tmp_path / "run"
+    simulate(task, **ATTACKED, out=run, stop=lambda step: step >= 2)
+    text = (run / "manifest.toml").read_text()
+    assert change[0] in text
+    (run / "manifest.toml").write_text(text.replace(*change))
+    with pytest.raises(LocalError, match=rf"the manifest was changed since the run was started \({name} is another\)"):
+        resume(run, task=task)
+
+
 def test_other_data_is_noticed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     simulate(task, peers=4, steps=4, out=run, stop=lambda step: step >= 2)
@@ -367,6 +393,10 @@ def test_a_spoilt_checkpoint(tmp_path: Path, file: str) -> None:
     (folder / file).write_bytes(data[: len(data) // 2])
     with pytest.raises(LocalError, match="not a whole checkpoint"):
         resume(run, task=task)
+    for at in range(len(data) // 2, len(data), max(1, len(data) // 20)):  # one bit, anywhere: never another run
+        (folder / file).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(LocalError, match=r"not a whole checkpoint|not what was written there"):
+            resume(run, task=task)
 
 
 def test_a_full_disk_at_checkpoint_time_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.core.config import Config
+from phalanx.core.crypto import compute_digest
 from phalanx.core.envelope import Examiner
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.membership import decode_view, make_genesis
@@ -72,9 +73,9 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, model: Mapping[str, Tens
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file({name: value.contiguous() for name, value in model.items()}, temporary / "model.safetensors")
-        _save_states(temporary / "state.safetensors", checkpoint)
-        papers = _Papers(checkpoint.memory, checkpoint.notes, checkpoint.randomness)
-        (temporary / "memory.bin").write_bytes(msgspec.msgpack.encode(papers))
+        papers = msgspec.msgpack.encode(_Papers(checkpoint.memory, checkpoint.notes, checkpoint.randomness))
+        (temporary / "memory.bin").write_bytes(papers)
+        _save_states(temporary / "state.safetensors", checkpoint, papers)
         certificate = make_certificate(checkpoint.memory) if checkpoint.memory is not None else None
         if certificate is not None:
             (temporary / "certificate.bin").write_bytes(msgspec.msgpack.encode(certificate))
@@ -104,13 +105,17 @@ def _explain(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _save_states(path: Path, checkpoint: Checkpoint) -> None:
+def _save_states(path: Path, checkpoint: Checkpoint, papers: bytes) -> None:
     tensors: dict[str, Tensor] = {}
     for step, state in checkpoint.states.items():
         tensors[f"{step}.parameters"] = state.parameters.cpu()
         tensors |= {f"{step}.slot{place}": slot.cpu() for place, slot in enumerate(state.slots)}
-    digest = compute_state_digest(checkpoint.states[checkpoint.step]).hex()
-    save_file(tensors, path, {"step": str(checkpoint.step), "state": digest})
+    digests = {f"state {step}": compute_state_digest(state).hex() for step, state in checkpoint.states.items()}
+    save_file(tensors, path, {"step": str(checkpoint.step), "memory": _name_papers(papers), **digests})
+
+
+def _name_papers(papers: bytes) -> str:
+    return compute_digest("memory of a checkpoint", papers).hex()
 
 
 # ---- Reading
@@ -125,18 +130,20 @@ def find_latest(run: Path) -> Path | None:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """A checkpoint, or :class:`LocalError` with what is wrong with it."""
     try:
-        papers = msgspec.msgpack.decode((folder / "memory.bin").read_bytes(), type=_Papers)
+        data = (folder / "memory.bin").read_bytes()
+        papers = msgspec.msgpack.decode(data, type=_Papers)
         tensors, metadata = _load(folder / "state.safetensors")
         step = int(metadata["step"])
         steps = sorted({int(name.partition(".")[0]) for name in tensors})
         states = {at: _assemble(tensors, at) for at in steps}
-        intact = compute_state_digest(states[step]).hex() == metadata["state"]
+        intact = step in states and _name_papers(data) == metadata["memory"]
+        intact &= all(compute_state_digest(state).hex() == metadata[f"state {at}"] for at, state in states.items())
         history = _load(folder / "attackers.safetensors")[0] if (folder / "attackers.safetensors").exists() else {}
     except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
         explained = _explain(error)
         raise LocalError(f"{folder}: not a whole checkpoint ({explained}); remove it to use the one before") from None
     if not intact:
-        raise LocalError(f"{folder}: the state does not have the digest written in it; remove it to use the one before")
+        raise LocalError(f"{folder}: not what was written there (a hash differs); remove it to use the one before")
     return Checkpoint(
         step=step,
         states=states,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 from torch import Tensor
 
 from phalanx import events
@@ -47,10 +49,10 @@ class Recorder:
         self._stop = stop or (lambda step: False)
         self._stopping = False
         self._log: EventLog | None = None
-        self._transcript: BinaryIO | None = None
+        self._transcript: FileIO | None = None
         if out is not None:
             self._log = EventLog(out / EVENTS, resume=resume)
-            self._transcript = open(out / TRANSCRIPT, "ab")  # noqa: SIM115
+            self._transcript = _open_transcript(out / TRANSCRIPT)
 
     @property
     def log_head(self) -> str | None:
@@ -82,8 +84,9 @@ class Recorder:
         try:
             for epoch in epochs:
                 data = encode_memory(epoch)
-                self._transcript.write(len(data).to_bytes(_HEADER, "little") + data)
-            self._transcript.flush()
+                rest = memoryview(len(data).to_bytes(_HEADER, "little") + data)
+                while rest:
+                    rest = rest[self._transcript.write(rest) :]
         except OSError as error:
             raise WriteFailed(f"{self._out}/{TRANSCRIPT}: could not be written: {error.strerror or error}") from error
 
@@ -122,15 +125,25 @@ class Recorder:
             self.add(events.Interrupted(step))
 
 
+def _open_transcript(path: Path) -> FileIO:
+    """A transcript to go on with, without a record that was cut off in the middle."""
+    file = open(path, "ab", buffering=0)  # noqa: SIM115
+    with open(path, "rb") as records:
+        end = max((records.tell() for _ in _read_records(records)), default=0)
+    file.truncate(end)
+    return file
+
+
 def read_transcript(path: Path) -> list[Epoch]:
     """All whole records of a transcript; one that was cut off in the middle ends it."""
-    import msgspec
+    with open(path, "rb") as records:
+        return [msgspec.msgpack.decode(data, type=Epoch) for data in _read_records(records)]
 
-    data, at, found = path.read_bytes(), 0, []
-    while at + _HEADER <= len(data):
-        size = int.from_bytes(data[at : at + _HEADER], "little")
-        if at + _HEADER + size > len(data):
-            break
-        found.append(msgspec.msgpack.decode(data[at + _HEADER : at + _HEADER + size], type=Epoch))
-        at += _HEADER + size
-    return found
+
+def _read_records(records: BinaryIO) -> Iterator[bytes]:
+    while len(header := records.read(_HEADER)) == _HEADER:
+        size = int.from_bytes(header, "little")
+        data = records.read(size)
+        if len(data) < size:
+            return
+        yield data

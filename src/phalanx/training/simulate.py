@@ -35,7 +35,7 @@ from phalanx.core.verification import WIRE_TYPES
 from phalanx.events import Event
 from phalanx.network.ideal import make_signers
 from phalanx.show.story import tell
-from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint, write_safely
+from phalanx.training.checkpoints import FOLDER, Checkpoint, find_latest, read_checkpoint, write_safely
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.machine import Workshop
 from phalanx.training.manifest import (
@@ -49,7 +49,7 @@ from phalanx.training.manifest import (
     read_manifest,
 )
 from phalanx.training.optimizers import METHODS, make_optimizer
-from phalanx.training.recorder import EVENTS, Recorder
+from phalanx.training.recorder import EVENTS, TRANSCRIPT, Recorder
 from phalanx.training.server import ServerRun
 from phalanx.training.swarm import SwarmRun
 from phalanx.training.task import Task
@@ -182,7 +182,7 @@ def simulate(
     folder = None
     if out is not None:
         folder = Path(out)
-        if (folder / MANIFEST).exists():
+        if any((folder / name).exists() for name in (MANIFEST, EVENTS, TRANSCRIPT, FOLDER)):
             raise LocalError(f"{folder}: there is a run already; resume it, or choose another folder")
     return _run(manifest, chosen, gradients, attacking, folder, None, on_event, stop)
 
@@ -258,8 +258,11 @@ def _run(
     if checkpoint is not None:
         workshop.parameters = dict(checkpoint.history)
     try:
-        if not (resumed and recorder.events):
-            recorder.add(_announce(manifest, task, config))
+        started = _announce(manifest, task, config)
+        if resumed and recorder.events:
+            _require_same(recorder.events[0], started, out)
+        else:
+            recorder.add(started)
         if resumed:
             recorder.add(events.Resumed(checkpoint.step if checkpoint is not None else 0))
         if checkpoint is None:
@@ -295,6 +298,16 @@ def _make_run(
     tau = clip.tau if clip.tau is not None else clip.start * math.sqrt(manifest.run.peers)
     combine = get_baseline(defense, tau if defense == "server_clip" else None)
     return ServerRun(config, signers, attackers, workshop, recorder, combine, sent, checkpoint, seed)
+
+
+def _require_same(before: Event, now: events.RunStarted, out: Path | None) -> None:
+    """The run that is resumed is the one that was started."""
+    for name in now.__struct_fields__:
+        if name != "software" and getattr(before, name, None) != getattr(now, name):
+            raise LocalError(
+                f"{out}: the manifest was changed since the run was started ({name} is another); "
+                "put it back as it was, or start a new run"
+            )
 
 
 def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = None) -> Result:

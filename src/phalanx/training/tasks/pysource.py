@@ -42,7 +42,7 @@ def make_task() -> Task:
             "weight_decay": 0.01,
             "schedule": "cosine",
             "warmup": 50,
-            "steps": 400,
+            "steps": 1000,
         },
     )
 
