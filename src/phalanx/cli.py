@@ -7,6 +7,7 @@ With ``--json`` the last line of stdout is one JSON object, and everything else 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -178,11 +179,14 @@ def simulate(
         "checkpoint_every": checkpoint_every,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    result = run_simulate(chosen, out, resume=resume, stop_at=stop_at)
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a task prints
+        result = run_simulate(chosen, out, resume=resume, stop_at=stop_at)
     if as_json:
         _print_json(result.to_json())
     if result.interrupted:
         raise typer.Exit(130)
+    if result.honest_banned:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -30,6 +30,10 @@ def run_simulate(
     chosen: Mapping[str, Any], out: Path | None, *, resume: bool = False, stop_at: int | None = None
 ) -> Result:
     """Start a run with the options chosen, or go on with the one in ``out``."""
+    if out is not None:
+        out = out.absolute()  # a task's file may change the folder
+    if stop_at is not None and stop_at < 1:
+        raise LocalError(f"--stop-at: expected a step from 1, got {stop_at}")
     with listen_for_interrupts() as is_interrupted, Progress() as progress:
 
         def stop(step: int) -> bool:
@@ -75,8 +79,8 @@ def _resume(
         raise LocalError("--resume needs --out, the folder of the run")
     manifest = read_manifest(out / MANIFEST)
     for name, value in chosen.items():
-        held = _look_up(manifest, name)
-        if held is not None and held != value:
+        held = _look_up(manifest, name, value)
+        if held != value:
             raise LocalError(
                 f"--{name.replace('_', '-')} {value}: the run in {out} has {held}; "
                 "leave the option out, or start a new run"
@@ -86,16 +90,27 @@ def _resume(
     return resume(out, on_event=progress.on_event, stop=stop)
 
 
-def _look_up(manifest: Manifest, name: str) -> Any:
-    """What a manifest says about an option; None if it says nothing that could differ."""
+def _look_up(manifest: Manifest, name: str, value: Any) -> Any:
+    """What a manifest says about an option that was given as ``value``."""
     if name == "task":
-        return manifest.task.name
+        same = _find_file(manifest.task.name) == _find_file(value)
+        return value if same else manifest.task.name
+    if name == "optimizer":
+        return {key: manifest.optimizer.get(key) for key in value}
+    if name == "clip":
+        return manifest.clipping.cap
     if name == "tau":
         return "auto" if manifest.clipping.tau is None else str(manifest.clipping.tau)
     for section in (manifest.run, manifest.simulation, manifest.task):
         if name in section.__struct_fields__:
             return getattr(section, name)
     return None
+
+
+def _find_file(task: str) -> str:
+    """A task's name with the whole path of its file."""
+    file, colon, name = task.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if colon else task
 
 
 def _leave_pictures(result: Result) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import runpy
 from difflib import get_close_matches
@@ -13,7 +14,18 @@ from phalanx.attacks.base import Attack, Combined, Insider, Mail, Plot, combine
 from phalanx.attacks.table import ATTACKS, FAMILIES, PAPER
 from phalanx.core.errors import LocalError
 
-__all__ = ["ATTACKS", "PAPER", "Attack", "Insider", "Mail", "Plot", "combine", "load_attack", "set_options"]
+__all__ = [
+    "ATTACKS",
+    "PAPER",
+    "Attack",
+    "Insider",
+    "Mail",
+    "Plot",
+    "combine",
+    "get_start",
+    "load_attack",
+    "set_options",
+]
 
 _TEXT = re.compile(r"(?P<name>[^@%]+)(@(?P<start>\d+))?(%(?P<probability>[0-9.]+))?")
 _EXPECTED = "expected NAME or FILE.py:NAME, then perhaps @STEP and %PROBABILITY"
@@ -41,12 +53,26 @@ def load_attack(text: str) -> Attack:
 
 
 def set_options(attack: Attack, **options: Any) -> Attack:
-    """The same attack with another ``start``, ``stop``, ``every`` or ``probability``; who shields does so always."""
+    """The same attack with another ``start``, ``every`` or ``probability``; who shields does so always.
+
+    Everything in the attack moves along with ``start``: its end, and the parts that begin later.
+    """
+    shift = options.pop("start") - get_start(attack) if "start" in options else 0
+    return _change(attack, shift, options)
+
+
+def get_start(attack: Attack) -> int:
+    """The step in which an attack begins."""
+    return min(map(get_start, attack.attacks)) if isinstance(attack, Combined) else attack.start
+
+
+def _change(attack: Attack, shift: int, options: dict[str, Any]) -> Attack:
     if isinstance(attack, Combined):
-        return combine(*(set_options(part, **options) for part in attack.attacks))
+        return combine(*(_change(part, shift, options) for part in attack.attacks))
     if attack.steady:
         options = {name: value for name, value in options.items() if name != "every"}
-    return dataclasses.replace(attack, **options) if options else attack
+    stop = attack.stop + shift if attack.stop is not None else None
+    return dataclasses.replace(attack, start=attack.start + shift, stop=stop, **options)
 
 
 def _make(name: str) -> Attack:
@@ -57,6 +83,8 @@ def _make(name: str) -> Attack:
     family, _, number = name.rpartition("_")
     if family in FAMILIES:
         try:
+            if not 0 < float(number) < math.inf:
+                raise ValueError
             return FAMILIES[family](number)()
         except ValueError:
             raise LocalError(f"attack {name!r}: {number!r} is not a number that {family} takes") from None

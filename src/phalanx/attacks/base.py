@@ -82,7 +82,8 @@ class Insider:
     ) -> None:
         self.key, self.signer, self.config, self.plot = signer.key, signer, config, plot
         self._oracle = oracle
-        self.random = Random(plot.random.random()) if random is None else random
+        self._drawn = plot.random.random() if random is None else None
+        self.random = Random(0) if random is None else random
         plot.keys.add(self.key)
         plot.signers[self.key] = signer
         self.now = 0.0
@@ -99,6 +100,8 @@ class Insider:
     def enter(self, view: View) -> None:
         self.view = view
         self.duties = compute_duties(self.config, view)
+        if self._drawn is not None:  # anew in each attempt: one that is resumed draws what it would have drawn
+            self.random = Random(f"{self._drawn} {view.step} {view.attempt}")
         for place in [place for place in self.heard if place[0] < view.height - _HEARD_HEIGHTS]:
             del self.heard[place]
 

@@ -52,6 +52,7 @@ from phalanx.core.envelope import seal
 from phalanx.core.errors import LocalError, Malformed
 from phalanx.core.messages import (
     DOMAIN_OF_BODY,
+    MAX_BODY,
     MAX_FRAME,
     AggregateChunk,
     Message,
@@ -299,6 +300,19 @@ def name_kind(message: Message) -> str:
     return type(message).__name__.lower()
 
 
+def _is_acceptable(message: Message) -> bool:
+    """Whether a receiver would take it; of what travels in other messages only decoding shows that."""
+    if type(message) is Signed:
+        return len(message.body) <= MAX_BODY
+    if isinstance(message, _CHUNKS):
+        return True
+    try:
+        decode_message(encode(message))
+    except Malformed:
+        return False
+    return True
+
+
 class _Parcel:
     """A message under way, with what is computed once for all its receivers."""
 
@@ -355,6 +369,7 @@ _COMPUTATIONS: dict[type, Callable[[Machine, Any], Any]] = {
 class World:
     """Peers, links and virtual time.
 
+    ``strict``: whether messages that are too long for the schema are lost, as a real receiver would refuse them.
     ``count``: whether ``traffic`` is counted. ``trace``: whether ``trace_digest`` is kept. ``log``: a line for each
     delivery and note. ``on_note``: called with key and event; ``keep_notes``: whether ``notes`` collects them too.
     """
@@ -366,6 +381,7 @@ class World:
         links: Links | None = None,
         *,
         wire: bool = False,
+        strict: bool = False,
         count: bool = True,
         trace: bool = True,
         log: TextIO | None = None,
@@ -384,6 +400,7 @@ class World:
         """What the stories returned that came to their end."""
         self._random = Random(seed).random
         self._wire, self._count, self._trace, self._log = wire, count, trace, log
+        self._strict = strict
         self._on_note, self._keep_notes = on_note, keep_notes
         self._measures = count or trace or wire or log is not None
         self._hasher = blake3()
@@ -714,6 +731,9 @@ class World:
 
     def _pack(self, sender: bytes, message: Message, receivers: int) -> _Parcel | None:
         """Measure a message once for all its receivers; None if it is too long for anybody."""
+        if self._strict and not _is_acceptable(message):
+            self._note(sender, Oversize(name_kind(message), len(encode(message))))
+            return None
         if not self._measures:
             data = message.body if type(message) is Signed else message.data if isinstance(message, _CHUNKS) else None
             if data is not None and len(data) < MAX_FRAME // 2:

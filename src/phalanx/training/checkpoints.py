@@ -38,6 +38,8 @@ FOLDER = "checkpoints"
 class Checkpoint:
     """A run between two steps."""
 
+    run: bytes
+    """Its name: a checkpoint is of no use in another."""
     step: int
     states: dict[int, State]
     """Before this step and the last few."""
@@ -80,7 +82,7 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, model: Mapping[str, Tens
         if certificate is not None:
             (temporary / "certificate.bin").write_bytes(msgspec.msgpack.encode(certificate))
         if checkpoint.history:
-            past = {str(step): value for step, value in checkpoint.history.items()}
+            past = {str(step): value.cpu().clone() for step, value in checkpoint.history.items()}
             save_file(past, temporary / "attackers.safetensors")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -108,10 +110,12 @@ def _explain(error: Exception) -> str:
 def _save_states(path: Path, checkpoint: Checkpoint, papers: bytes) -> None:
     tensors: dict[str, Tensor] = {}
     for step, state in checkpoint.states.items():
-        tensors[f"{step}.parameters"] = state.parameters.cpu()
-        tensors |= {f"{step}.slot{place}": slot.cpu() for place, slot in enumerate(state.slots)}
+        # Copies: a state that a step did not change is the same tensor, and the format wants each of its own.
+        tensors[f"{step}.parameters"] = state.parameters.cpu().clone()
+        tensors |= {f"{step}.slot{place}": slot.cpu().clone() for place, slot in enumerate(state.slots)}
     digests = {f"state {step}": compute_state_digest(state).hex() for step, state in checkpoint.states.items()}
-    save_file(tensors, path, {"step": str(checkpoint.step), "memory": _name_papers(papers), **digests})
+    metadata = {"run": checkpoint.run.hex(), "step": str(checkpoint.step), "memory": _name_papers(papers)}
+    save_file(tensors, path, metadata | digests)
 
 
 def _name_papers(papers: bytes) -> str:
@@ -133,7 +137,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         data = (folder / "memory.bin").read_bytes()
         papers = msgspec.msgpack.decode(data, type=_Papers)
         tensors, metadata = _load(folder / "state.safetensors")
-        step = int(metadata["step"])
+        step, _ = int(metadata["step"]), bytes.fromhex(metadata["run"])
         steps = sorted({int(name.partition(".")[0]) for name in tensors})
         states = {at: _assemble(tensors, at) for at in steps}
         intact = step in states and _name_papers(data) == metadata["memory"]
@@ -145,6 +149,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not intact:
         raise LocalError(f"{folder}: not what was written there (a hash differs); remove it to use the one before")
     return Checkpoint(
+        run=bytes.fromhex(metadata["run"]),
         step=step,
         states=states,
         memory=papers.memory,

@@ -16,6 +16,7 @@ or randomness from elsewhere, cannot be undone here; :meth:`Gradients.require_re
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -65,6 +66,7 @@ class Gradients:
             model = task.model()
         if not isinstance(model, nn.Module):
             raise LocalError(f"task {task.name!r}: model() returned a {type(model).__name__}; expected an nn.Module")
+        model = copy.deepcopy(model)  # it is taken apart here, and model() may give the same one to others
         _require_float32(task, model)
         self._model = model.to(self._device).train()
         self._trained = [p for p in model.parameters() if p.requires_grad]

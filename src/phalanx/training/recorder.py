@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from phalanx import events
-from phalanx.core.errors import WriteFailed
+from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.memory import Epoch, encode_memory
 from phalanx.events import Event, EventLog
 from phalanx.training.checkpoints import Checkpoint, write_checkpoint
@@ -38,6 +39,7 @@ class Recorder:
         on_event: Callable[[Event], None] | None = None,
         stop: Callable[[int], bool] | None = None,
     ) -> None:
+        self._lock = _lock(out) if out is not None else None
         self.events: list[Event] = events.read_events(out / EVENTS) if out is not None and resume else []
         self.state: State | None = None
         """Of the last checkpoint."""
@@ -64,6 +66,8 @@ class Recorder:
                 self._transcript.close()
             if self._log is not None:
                 self._log.close()
+            if self._lock is not None:
+                self._lock.close()
         except OSError as error:
             raise WriteFailed(f"{self._out}: could not be written: {error.strerror or error}") from error
 
@@ -123,6 +127,17 @@ class Recorder:
         elif self._stopping:
             self.interrupted = True
             self.add(events.Interrupted(step))
+
+
+def _lock(out: Path) -> FileIO:
+    """A hold on a run's folder, for as long as the file is open."""
+    file = open(out / ".lock", "ab", buffering=0)  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise LocalError(f"{out}: another process works on this run; wait for it, or stop it") from None
+    return file
 
 
 def _open_transcript(path: Path) -> FileIO:

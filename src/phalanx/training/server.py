@@ -104,7 +104,9 @@ class ServerRun:
         states = {step: self._workshop.get(self._trainer.digests[step])}
         history = dict(self._workshop.parameters)
         self._recorder.write_checkpoint(
-            Checkpoint(step=step, states=states, history=history, randomness=self._view.randomness)
+            Checkpoint(
+                run=self._config.run, step=step, states=states, history=history, randomness=self._view.randomness
+            )
         )
 
 

@@ -18,11 +18,12 @@ from random import Random
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from phalanx import events
-from phalanx.attacks import Attack, load_attack, set_options
+from phalanx.attacks import Attack, get_start, load_attack, set_options
 from phalanx.attacks.base import Combined
 from phalanx.attacks.gradients import Delayed
 from phalanx.baselines.aggregators import BASELINES, get_baseline
@@ -59,6 +60,8 @@ MANIFEST = "manifest.toml"
 PHALANX = "phalanx"
 DEFENSES = (PHALANX, *BASELINES)
 
+_MOST = 1 << 31
+_STAND_INS = tuple(bytes([number]) * 32 for number in range(1, 5))
 _SAMPLES = 8  # gradients from which scales are measured before a run
 _CAP = 100.0  # times the usual length of a gradient
 _RANGE = 1e3  # by which an automatic tau may move from its start, up and down
@@ -103,7 +106,7 @@ def simulate(
     peers: int = 16,
     byzantine: int = 0,
     attack: str | Attack = "none",
-    start: int = 0,
+    start: int | None = None,
     every: int = 1,
     delay: int | None = None,
     defense: str = PHALANX,
@@ -127,8 +130,9 @@ def simulate(
     """Train ``task`` with ``peers`` peers, ``byzantine`` of which attack, all in this process.
 
     ``task`` is a :class:`Task`, the name of a built-in one, or FILE.py:NAME; ``options`` are the task's. Attackers
-    follow ``attack`` from step ``start`` on, in every ``every``-th step. ``optimizer`` overrides settings of the task's
-    recipe; ``method`` is one of the paper's, of which btard-clipped-sgd scales gradients to length ``clip`` (lambda).
+    follow ``attack`` from step ``start`` on (if None, the attack's own), in every ``every``-th step. ``optimizer``
+    overrides settings of the task's recipe; ``method`` is one of the paper's, of which btard-clipped-sgd scales
+    gradients to length ``clip`` (lambda).
 
     With ``out``, a folder that must not hold a run yet, everything is written there, and a run that was stopped goes on
     with :func:`resume`. ``on_event`` hears of everything as it happens; ``stop(step)``, asked after each step, ends the
@@ -137,10 +141,20 @@ def simulate(
     chosen = load_task(task, dict(options or {})) if isinstance(task, str) else task
     if batch is not None:
         chosen = replace(chosen, batch=batch)
-    attacking = set_options(load_attack(attack) if isinstance(attack, str) else attack, start=start, every=every)
+    attacking = load_attack(attack) if isinstance(attack, str) else attack
+    start = get_start(attacking) if start is None else start
+    _check(
+        *(peers, byzantine, start, every, defense),
+        steps=steps,
+        validators=validators,
+        batch=batch,
+        delay=delay,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+    )
+    attacking = set_options(attacking, start=start, every=every)
     if delay is not None:
         attacking = _set_delay(attacking, delay)
-    _check(peers, byzantine, start, every, defense)
     gradients = Gradients(chosen, seed, device)
     gradients.require_repeatable()
     settings, steps = _make_settings(chosen, optimizer or {}, method, steps)
@@ -239,8 +253,9 @@ def _run(
     signers, verify = make_signers(run.peers, run.seed, ideal=False)
     keys = tuple(signer.key for signer in signers)
     config = manifest.make_config(keys, gradients.size, workshop.start_digest)
-    if simulation.defense == PHALANX:
-        config = config.check()
+    _require_possible(manifest, config)
+    if checkpoint is not None and checkpoint.run != config.run:
+        raise LocalError(f"{out}: the checkpoint of step {checkpoint.step} is of another run; remove it")
     if out is not None and not resumed:
         out.mkdir(parents=True, exist_ok=True)
         write_safely(out / MANIFEST, lambda path: path.write_text(format_manifest(manifest), encoding="utf-8"))
@@ -258,6 +273,8 @@ def _run(
     if checkpoint is not None:
         workshop.parameters = dict(checkpoint.history)
     try:
+        if "label_flip" in simulation.attack and task.poison is None:
+            raise LocalError(f"attack label_flip: task {task.name!r} does not say what false labels are (Task.poison)")
         started = _announce(manifest, task, config)
         if resumed and recorder.events:
             _require_same(recorder.events[0], started, out)
@@ -315,8 +332,12 @@ def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = No
     story = tell(told)
     first, steps = story.started, list(story.steps.values())
     banned = {ban.peer for ban in story.bans}
-    joined = {event.peer: event.step for event in story.joined}
-    gone = {event.peer for event in story.gone if joined.get(event.peer, -1) < event.step}
+    out_now: set[int] = set()
+    for event in told:
+        if isinstance(event, events.Removed | events.Left):
+            out_now.add(event.peer)
+        elif isinstance(event, events.Joined):
+            out_now.discard(event.peer)
     attackers = set(first.attackers)
     work = sum(event.members for event in steps)
     size, n = first.size * first.number_bytes, first.peers
@@ -328,7 +349,7 @@ def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = No
         honest_banned=len(story.wronged),
         honest_removed=len({event.peer for event in story.gone if isinstance(event, events.Removed)} - attackers),
         byzantine_banned=len(story.caught),
-        byzantine_active=len(attackers - banned - gone),
+        byzantine_active=len(attackers - banned - out_now),
         steps_to_ban=[wait for wait in waits if wait is not None],
         bytes_per_peer_step=sum(event.bytes_sent for event in steps) / work if work else None,
         allreduce_bytes_per_peer_step=2 * (n - 1) / n * size,
@@ -343,13 +364,29 @@ def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = No
 # ---- Preparing a run
 
 
-def _check(peers: int, byzantine: int, start: int, every: int, defense: str) -> None:
+def _check(peers: int, byzantine: int, start: int, every: int, defense: str, **counts: int | None) -> None:
+    """Numbers that no run can have, before anything is computed or written."""
     if defense not in DEFENSES:
         raise LocalError(f"defense {defense!r} is unknown; expected one of {', '.join(DEFENSES)}")
-    if not 0 <= byzantine <= peers or peers < 1:
+    lowest = {"peers": 1, "byzantine": 0, "start": 0, "every": 1}
+    given = {"peers": peers, "byzantine": byzantine, "start": start, "every": every, **counts}
+    for name, value in given.items():
+        low = lowest.get(name, 1)
+        if value is not None and (type(value) is not int or not low <= value < _MOST):
+            raise LocalError(f"{name}: expected a whole number from {low}, got {value!r}")
+    if byzantine > peers:
         raise LocalError(f"byzantine: expected 0 to {peers}, the number of peers, got {byzantine}")
-    if start < 0 or every < 1:
-        raise LocalError(f"start: expected a step from 0, and every at least 1; got {start} and {every}")
+
+
+def _require_possible(manifest: Manifest, config: Config) -> None:
+    """What every defense needs of its numbers."""
+    peers, defense = manifest.run.peers, manifest.simulation.defense
+    if defense == PHALANX:
+        config.check()
+        return
+    msgspec.structs.replace(config, byzantine=0, validators=1, founders=_STAND_INS).check()
+    if defense != "allreduce":
+        get_baseline(defense)(torch.zeros(peers, 2), manifest.run.byzantine)
 
 
 def _make_settings(
@@ -358,8 +395,6 @@ def _make_settings(
     """The optimizer's settings, and how many steps."""
     recipe = dict(task.recipe)
     chosen = steps if steps is not None else recipe.get("steps", 400)
-    if type(chosen) is not int or chosen < 1:
-        raise LocalError(f"steps: expected a whole number from 1, got {chosen!r}")
     if method is not None and method not in METHODS:
         raise LocalError(f"method {method!r} is unknown; expected one of {', '.join(METHODS)}")
     name = changes.get("name", METHODS[method].optimizer if method is not None else recipe.get("optimizer", "sgd"))
@@ -367,9 +402,9 @@ def _make_settings(
     if name != recipe.get("optimizer", "sgd"):  # what suits one optimizer does not suit another
         own = {key: own[key] for key in ("rate",) if key in own}
         own |= {"first_stage": max(1, chosen // 7)} if name == "restarted" else {}
+    if own.get("warmup", 0) > chosen:
+        own["warmup"] = chosen
     settings = {"name": name, "rate": 0.1, **own, **changes}
-    if settings.get("warmup", 0) > chosen:
-        settings["warmup"] = chosen
     make_optimizer(settings, chosen)
     return settings, chosen
 
@@ -383,6 +418,8 @@ def _measure(gradients: Gradients, peers: int, seed: int) -> tuple[float, float]
         raise LocalError(f"task {gradients.task.name!r}: {gradients.size} parameters cannot be cut into {peers} parts")
     parts = [[float(part.norm()) for part in split_parts(row, peers)] for row in rows - rows.mean(0)]
     length = median(float(row.norm()) for row in rows)
+    if not math.isfinite(length):
+        raise LocalError(f"task {gradients.task.name!r}: the gradient at the initial parameters is not finite")
     scale = median(median(column) for column in zip(*parts, strict=True))
     return length or 1.0, scale or 1.0
 
@@ -393,7 +430,7 @@ def _make_clipping(
     if tau != "auto":
         try:
             return ClippingSection(tau=float(tau), cap=cap)
-        except ValueError:
+        except (TypeError, ValueError):
             raise LocalError(f"tau: expected 'auto' or a positive number, got {tau!r}") from None
     room = (peers - validators - byzantine) / byzantine if byzantine else 1.0
     multiple = max(min(1.0, 0.9 * room), 1e-6)

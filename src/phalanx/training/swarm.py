@@ -18,6 +18,7 @@ from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Signer
 from phalanx.core.effects import Story
 from phalanx.core.envelope import Verify
+from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.membership import View, compute_batch_seed, encode_view
 from phalanx.core.memory import Epoch, Memory, Notes, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase
@@ -66,7 +67,9 @@ class SwarmRun:
         self._plot = Plot(random=Random(seed))
         self._peers: dict[bytes, Peer] = {}
         self._trainers: dict[bytes, Trainer] = {}
-        self._world = World(config.run, seed, _LINKS, count=True, trace=False, on_note=self._on_note, keep_notes=False)
+        self._world = World(
+            config.run, seed, _LINKS, strict=True, count=True, trace=False, on_note=self._on_note, keep_notes=False
+        )
         self._cut: _Cut | None = None
         self._done = False
         self._over: set[bytes] = set()
@@ -86,9 +89,13 @@ class SwarmRun:
             try:
                 self._world.run(stop=lambda: self._done)
             except StoryFailed as failure:
+                cause = failure.__cause__
+                if isinstance(cause, LocalError | WriteFailed):
+                    raise cause from None
                 if failure.key not in self._attackers:
                     raise
-                self._world.stop(failure.key)
+                place = self._index[failure.key]
+                raise LocalError(f"the attack of peer {place} failed in step {self._step}: {cause!r}") from cause
             else:
                 assert self._done, "the swarm has come to rest before the end"
 
@@ -217,7 +224,7 @@ class SwarmRun:
         states[step] = self._workshop.get(view.state)
         history = {at: value for at, value in self._workshop.parameters.items() if at < step}
         self._recorder.write_checkpoint(
-            Checkpoint(step=step, states=states, memory=memory, notes=private, history=history)
+            Checkpoint(run=self._config.run, step=step, states=states, memory=memory, notes=private, history=history)
         )
 
     def _end(self, key: bytes, view: View) -> None:

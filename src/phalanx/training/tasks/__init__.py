@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import runpy
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from phalanx.core.errors import LocalError
 from phalanx.training.task import Task
@@ -59,15 +62,27 @@ def _find(spec: str) -> Any:
     if not path.is_file():
         raise LocalError(f"task {spec!r}: there is no file {file!r}; expected FILE.py:NAME")
     try:
-        found = runpy.run_path(str(path), run_name=path.stem)
+        found = _run_file(path)
     except LocalError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LocalError(f"task {spec!r}: {file} cannot be run: {error!r}") from error
     if name not in found:
         own = [key for key, value in found.items() if isinstance(value, Task)]
         raise LocalError(f"task {spec!r}: {file} has no {name!r}; it has {', '.join(own) or 'no tasks'}")
     return found[name]
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    """What a file defines. It finds its neighbours, and draws the same random numbers each time it is run."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return runpy.run_path(str(path), run_name=path.stem)
+    finally:
+        sys.path.remove(folder)
 
 
 def _require_options(spec: str, make: Callable[..., Any], options: Mapping[str, str]) -> None:
