@@ -10,7 +10,9 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.core import messages as m
+from phalanx.core.codec import decode_message, encode
 from phalanx.core.envelope import Letter
+from phalanx.core.errors import Malformed
 from phalanx.core.membership import compute_duties, decode_view, encode_view
 from phalanx.core.messages import Phase, Signed
 from phalanx.core.peer import Peer, compute_case_digest
@@ -104,13 +106,23 @@ def take_down(peer: Peer, transcript: Transcript) -> Epoch:
 
 
 def remember_notes(peer: Peer) -> Notes:
+    cases = {digest: case for digest, case in peer.cases.items() if _is_sound(case)}
     return Notes(
-        cases=tuple(peer.cases.values()),
-        proofs=dict(sorted(peer.proofs.items())),
+        cases=tuple(cases.values()),
+        proofs={accused: digest for accused, digest in sorted(peer.proofs.items()) if digest in cases},
         charges=tuple(peer.charges),
         joins=tuple(letter.message for letter in peer.joins.values()),
         late=tuple(sorted(peer.late)),
     )
+
+
+def _is_sound(case: m.Accusation | m.Proof) -> bool:
+    """Whether anybody could receive this; an attacker may hold what nobody would take from it."""
+    try:
+        decode_message(encode(case))
+    except Malformed:
+        return False
+    return True
 
 
 def recall(peer: Peer, memory: Memory, notes: Notes | None = None) -> None:
