@@ -36,7 +36,7 @@ from phalanx.core.membership import compute_duties
 from phalanx.core.merkle import compute_paths
 from phalanx.core.messages import Message
 from phalanx.core.partition import compute_part_sizes
-from phalanx.core.peer import make_chunks
+from phalanx.core.peer import send_aggregate
 from phalanx.core.step import run_peer
 from phalanx.network.ideal import IdentityExaminer, make_signers
 from phalanx.network.simulated import USUAL, Links, World, name_kind
@@ -159,16 +159,13 @@ def compute_chunks(case: Case, validator: int) -> Traffic:
 
 
 def measure_part(step: int, part: int, path: m.Path, data: bytes) -> int:
-    chunks = make_chunks(
-        lambda size, at, piece: m.PartChunk(step, 0, bytes(32), part, path, size, at, piece),
-        data,
-    )
-    return sum(len(encode_frame(chunk)) for chunk in chunks)
+    size = len(data)
+    pieces = ((at, data[at : at + m.MAX_CHUNK]) for at in range(0, size, m.MAX_CHUNK))
+    return sum(len(encode_frame(m.PartChunk(step, 0, bytes(32), part, path, size, at, piece))) for at, piece in pieces)
 
 
 def measure_aggregate(step: int, part: int, data: bytes) -> int:
-    chunks = make_chunks(lambda size, at, piece: m.AggregateChunk(step, 0, part, size, at, piece), data)
-    return sum(len(encode_frame(chunk)) for chunk in chunks)
+    return sum(len(encode_frame(effect.message)) for effect in send_aggregate((bytes(32),), step, 0, part, data))
 
 
 def compute_butterfly(case: Case) -> int:

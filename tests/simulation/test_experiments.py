@@ -1,6 +1,7 @@
 """The experiments and benchmarks in short: that they run, and that what they claim holds for a few seeds."""
 
 import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
@@ -141,4 +142,18 @@ def test_the_benchmark_of_the_protocol_reports_what_it_promises(monkeypatch: pyt
     monkeypatch.setattr(protocol, "WARM_UP", 1)
     results = protocol.run(turns=1)
     assert all(results[key] > 0 for key in protocol.TARGETS)
-    assert results["ms_7"] < results["ms_16"] < results["ms_32"]
+    assert all(results[f"{kind}_{count}"] > 0 for kind in ("ms", "cpu_ms") for count in protocol.BYZANTINE)
+
+
+# ---- Attacks on training
+
+
+def test_the_table_of_attacks_in_short(capsys: pytest.CaptureFixture[str]) -> None:
+    attacks = load("experiments/attacks.py")
+    small = Path(__file__).parents[1] / "training" / "small.py"
+    arguments = ["--task", f"{small}:task", "--steps", "60", "--start", "5", "--seeds", "1", "--attacks", "alie"]
+    assert attacks.main([*arguments, "--margin", "0.2", "--json"]) in (0, 1)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert set(rows) == {"honest", "alie", "sign_flip, mean"}
+    assert rows["alie"]["honest_banned"] == 0
+    assert rows["alie"]["metric"] > rows["sign_flip, mean"]["metric"]

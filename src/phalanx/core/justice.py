@@ -38,6 +38,8 @@ Cases = Mapping[bytes, m.Accusation | m.Proof]
 """Accusations and proofs by their digests: whoever has the digest knows that it has the right one."""
 
 
+LEFT = "left"
+"""The reason of a removal that the member itself asked for."""
 _UNHEARD = "accused without evidence"
 
 
@@ -325,7 +327,7 @@ def decide(config: Config, transcript: Transcript, agenda: tuple[Case, ...], cas
     _decide_complaints(config, transcript, decision)
     for key, letter in transcript.phases[Phase.CONFIRM].items():
         if isinstance(letter.body, m.Confirm) and letter.body.leaving:
-            decision.remove(key, "left")
+            decision.remove(key, LEFT)
     return decision
 
 

@@ -254,8 +254,6 @@ def _run(
     keys = tuple(signer.key for signer in signers)
     config = manifest.make_config(keys, gradients.size, workshop.start_digest)
     _require_possible(manifest, config)
-    if checkpoint is not None and checkpoint.run != config.run:
-        raise LocalError(f"{out}: the checkpoint of step {checkpoint.step} is of another run; remove it")
     if out is not None and not resumed:
         out.mkdir(parents=True, exist_ok=True)
         write_safely(out / MANIFEST, lambda path: path.write_text(format_manifest(manifest), encoding="utf-8"))
@@ -280,6 +278,8 @@ def _run(
             _require_same(recorder.events[0], started, out)
         else:
             recorder.add(started)
+        if checkpoint is not None and checkpoint.run != config.run:
+            raise LocalError(f"{out}: the checkpoint of step {checkpoint.step} is of another run; remove it")
         if resumed:
             recorder.add(events.Resumed(checkpoint.step if checkpoint is not None else 0))
         if checkpoint is None:

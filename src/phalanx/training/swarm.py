@@ -19,6 +19,7 @@ from phalanx.core.crypto import Signer
 from phalanx.core.effects import Story
 from phalanx.core.envelope import Verify
 from phalanx.core.errors import LocalError, WriteFailed
+from phalanx.core.justice import LEFT
 from phalanx.core.membership import View, compute_batch_seed, encode_view
 from phalanx.core.memory import Epoch, Memory, Notes, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase
@@ -140,8 +141,10 @@ class SwarmRun:
             case notes.Banned() if self._is_news("banned", event.key):
                 self._recorder.add(events.make_banned(event, self._index))
             case notes.Removed() if self._is_news("removed", event.key, event.step):
-                peer = self._index[event.key]
-                self._recorder.add(events.Removed(event.step, peer, event.key.hex(), event.reason))
+                peer, key_text = self._index[event.key], event.key.hex()
+                left = events.Left(event.step, peer, key_text)
+                gone = events.Removed(event.step, peer, key_text, event.reason)
+                self._recorder.add(left if event.reason == LEFT else gone)
             case notes.SlowPath() if self._is_news("slow path", event.height):
                 self._recorder.add(events.SlowPathOpened(event.step, event.phase.name))
             case notes.MarginLost() if self._is_news("margin", event.missing):
