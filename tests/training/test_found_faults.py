@@ -159,3 +159,27 @@ def test_a_task_file_finds_its_neighbours_and_draws_the_same_each_time(tmp_path:
     assert found[0].digest == found[1].digest
     with pytest.raises(LocalError, match="cannot be run: SystemExit"):
         load_task(f"{tmp_path / 'quits.py'}:task")
+
+
+def _fail(*_: Any) -> Any:
+    raise ZeroDivisionError("first line\nsecond line")
+
+
+@pytest.mark.parametrize("what", ["model", "loss", "metric", "augment"])
+def test_what_fails_in_a_task_is_named_in_one_line(what: str) -> None:
+    with pytest.raises(LocalError) as error:
+        simulate(dataclasses.replace(task, **{what: _fail}), peers=4, steps=2)  # type: ignore[arg-type]
+    assert str(error.value) == f"task 'small': its {what} failed: ZeroDivisionError: first line"
+
+
+def test_a_task_that_fails_in_mid_run_is_named_too(tmp_path: Path) -> None:
+    seen = 0
+
+    def metric(model: nn.Module, data: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        return 0.5 if seen < 4 else None
+
+    with pytest.raises(LocalError, match="its metric failed: TypeError"):
+        simulate(dataclasses.replace(task, metric=metric), peers=4, steps=8, out=tmp_path / "run", checkpoint_every=2)
+    assert (tmp_path / "run" / "checkpoints" / "000002").is_dir()

@@ -23,6 +23,7 @@ __all__ = [
     "Plot",
     "combine",
     "get_start",
+    "list_parts",
     "load_attack",
     "set_options",
 ]
@@ -61,9 +62,14 @@ def set_options(attack: Attack, **options: Any) -> Attack:
     return _change(attack, shift, options)
 
 
+def list_parts(attack: Attack) -> tuple[Attack, ...]:
+    """What an attack is combined of; itself if it is not."""
+    return attack.attacks if isinstance(attack, Combined) else (attack,)
+
+
 def get_start(attack: Attack) -> int:
     """The step in which an attack begins."""
-    return min(map(get_start, attack.attacks)) if isinstance(attack, Combined) else attack.start
+    return min(part.start for part in list_parts(attack))
 
 
 def _change(attack: Attack, shift: int, options: dict[str, Any]) -> Attack:

@@ -6,7 +6,6 @@ right before every stop. :func:`remember` takes down what such checks need; :fun
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Struct
 
 from phalanx.core import messages as m
@@ -156,15 +155,3 @@ def _open(peer: Peer, message: Signed) -> Letter:
     letter = peer.examiner.examine(message)
     assert letter is not None, "a memory holds messages that were checked before"
     return letter
-
-
-def encode_memory(record: Memory | Notes | Epoch) -> bytes:
-    return msgspec.msgpack.encode(record)
-
-
-def decode_memory(data: bytes) -> Memory:
-    return msgspec.msgpack.decode(data, type=Memory)
-
-
-def decode_notes(data: bytes) -> Notes:
-    return msgspec.msgpack.decode(data, type=Notes)

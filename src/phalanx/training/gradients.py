@@ -62,7 +62,8 @@ class Gradients:
         self.task = task
         self._seed = seed
         self._device = _find_device(device)
-        with _borrow_generators(derive_seed(str(seed).encode(), "initial parameters"), self._device):
+        public = derive_seed(str(seed).encode(), "initial parameters")
+        with _borrow_generators(public, self._device), self._blame("model"):
             model = task.model()
         if not isinstance(model, nn.Module):
             raise LocalError(f"task {task.name!r}: model() returned a {type(model).__name__}; expected an nn.Module")
@@ -116,7 +117,8 @@ class Gradients:
             self._estimate_statistics()
             self._model.eval()
             try:
-                return float(self.task.metric(self._model, self._test))
+                with self._blame("metric"):
+                    return float(self.task.metric(self._model, self._test))
             finally:
                 self._model.train()
 
@@ -159,22 +161,35 @@ class Gradients:
 
     def _compute_loss(self, seed: bytes, poisoned: bool = False) -> Tensor:
         batch = self._make_batch(seed, poisoned)
-        with SeededDropout(derive_seed(seed, "dropout"), self._device):
+        with self._blame("loss"), SeededDropout(derive_seed(seed, "dropout"), self._device):
             loss = self.task.loss(self._model, batch)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise LocalError(f"task {self.task.name!r}: the loss of a batch must be one number, got {shape}")
         return loss
 
+    @contextmanager
+    def _blame(self, what: str) -> Iterator[None]:
+        """Say whose code failed: the task's, not ours."""
+        try:
+            yield
+        except LocalError:
+            raise
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise LocalError(f"task {self.task.name!r}: its {what} failed: {type(error).__name__}: {reason}") from error
+
     def _make_batch(self, seed: bytes, poisoned: bool) -> Batch:
         batch = self.task.train.select(draw_rows(seed, self.task.batch, len(self.task.train)))
         if poisoned:
             if self.task.poison is None:
                 raise LocalError(f"task {self.task.name!r}: does not say what a poisoned batch is (Task.poison)")
-            batch = self.task.poison(batch)
+            with self._blame("poison"):
+                batch = self.task.poison(batch)
         if self.task.augment is not None:
             generator = Generator().manual_seed(_make_number(derive_seed(seed, "augmentation")))
-            batch = self.task.augment(batch, generator)
+            with self._blame("augment"):
+                batch = self.task.augment(batch, generator)
         return tuple(t.to(self._device) for t in batch)
 
     def _estimate_statistics(self) -> None:

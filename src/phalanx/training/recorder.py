@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx import events
 from phalanx.core.errors import LocalError, WriteFailed
-from phalanx.core.memory import Epoch, encode_memory
+from phalanx.core.memory import Epoch
 from phalanx.events import Event, EventLog
 from phalanx.training.checkpoints import Checkpoint, write_checkpoint
 from phalanx.training.gradients import Gradients
@@ -87,7 +87,7 @@ class Recorder:
             return
         try:
             for epoch in epochs:
-                data = encode_memory(epoch)
+                data = msgspec.msgpack.encode(epoch)
                 rest = memoryview(len(data).to_bytes(_HEADER, "little") + data)
                 while rest:
                     rest = rest[self._transcript.write(rest) :]

@@ -12,8 +12,7 @@ import msgspec
 import torch
 
 from phalanx import events
-from phalanx.attacks import Attack, Insider, Plot
-from phalanx.attacks.base import Combined
+from phalanx.attacks import Attack, Insider, Plot, list_parts
 from phalanx.baselines.aggregators import Baseline
 from phalanx.core.config import Config
 from phalanx.core.crypto import Signer, compute_digest
@@ -76,7 +75,7 @@ class ServerRun:
                 losses.append(loss)
             else:
                 insider.view, insider.duties = view, Duties((), view.roster, (), 0)
-                for attack in _parts(self._attackers[key]):
+                for attack in list_parts(self._attackers[key]):
                     if attack.is_active(insider):
                         gradient = attack.on_gradient(insider, view.step, seed, gradient)
             rows.append(prepare_gradient(gradient, config.cap, WIRE_TYPES[config.wire]).float())
@@ -108,7 +107,3 @@ class ServerRun:
                 run=self._config.run, step=step, states=states, history=history, randomness=self._view.randomness
             )
         )
-
-
-def _parts(attack: Attack) -> tuple[Attack, ...]:
-    return attack.attacks if isinstance(attack, Combined) else (attack,)

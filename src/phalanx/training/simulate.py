@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from phalanx import events
-from phalanx.attacks import Attack, get_start, load_attack, set_options
+from phalanx.attacks import Attack, get_start, list_parts, load_attack, set_options
 from phalanx.attacks.base import Combined
 from phalanx.attacks.gradients import Delayed
 from phalanx.baselines.aggregators import BASELINES, get_baseline
@@ -248,7 +248,7 @@ def _run(
 ) -> Result:
     run, simulation = manifest.run, manifest.simulation
     optimizer = make_optimizer(manifest.optimizer, run.steps, gradients.sizes)
-    history = max((part.delay for part in _list_parts(attack) if isinstance(part, Delayed)), default=0)
+    history = max((part.delay for part in list_parts(attack) if isinstance(part, Delayed)), default=0)
     workshop = Workshop(gradients, optimizer, history)
     signers, verify = make_signers(run.peers, run.seed, ideal=False)
     keys = tuple(signer.key for signer in signers)
@@ -444,10 +444,6 @@ def _set_delay(attack: Attack, delay: int) -> Attack:
     if isinstance(attack, Combined):
         return replace(attack, attacks=tuple(_set_delay(part, delay) for part in attack.attacks))
     return replace(attack, delay=delay) if isinstance(attack, Delayed) else attack
-
-
-def _list_parts(attack: Attack) -> tuple[Attack, ...]:
-    return attack.attacks if isinstance(attack, Combined) else (attack,)
 
 
 def _count_allreduce(config: Config) -> float:
