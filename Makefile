@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-core lint fuzz fuzz-decoder experiments clean
+.PHONY: demo test test-core test-network lint fuzz fuzz-decoder experiments clean
 
 demo: $(INSTALLED)
 	$(BIN)/phalanx demo
@@ -14,6 +14,10 @@ test: $(INSTALLED) lint
 
 test-core: $(INSTALLED) lint
 	$(BIN)/python -m pytest -n auto --ignore=tests/network
+
+# Real processes over libp2p: everything, also what takes long. Some tests need root, for network namespaces.
+test-network: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'long or not long' tests/network
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +21,10 @@ from rich.console import Console
 from phalanx import __version__
 from phalanx.core.crypto import Identity
 from phalanx.core.errors import LocalError, WriteFailed
+
+if TYPE_CHECKING:
+    from phalanx.node import Door
+    from phalanx.training.member import Outcome
 
 app = typer.Typer(
     help="Train one PyTorch model together with people you do not trust.",
@@ -78,11 +82,7 @@ def demo(
     """Three of eight peers cheat: watch the same training fall apart unprotected, and hold under Phalanx."""
     from phalanx.demo import compare_clipping, run_demo
 
-    folder, number = out, 1
-    while folder.exists():
-        number += 1
-        folder = out.with_name(f"{out.name}-{number}")
-    result = run_demo(folder)
+    result = run_demo(_find_free(out))
     bare, safe = result.unprotected, result.protected
     print(
         f"{bare.metric_name}: {_format_share(bare.final_metric)} unprotected, {_format_share(safe.final_metric)} "
@@ -189,6 +189,239 @@ def simulate(
         raise typer.Exit(1)
 
 
+Key = Annotated[Path, typer.Option("--key", help="This peer's key, as phalanx keygen makes it.")]
+Listen = Annotated[
+    list[str] | None,
+    typer.Option(help="Where to be reached, as a multiaddress; may be repeated. [default: /ip4/0.0.0.0/tcp/0]"),
+]
+Announce = Annotated[
+    list[str] | None, typer.Option(help="The address to tell others, if it is another; may be repeated.")
+]
+Peer = Annotated[list[str] | None, typer.Option("--peer", help="Address of somebody in the run; may be repeated.")]
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The manifest to write; an existing file is never overwritten.")],
+    founder: Annotated[
+        list[str],
+        typer.Option(help="Peer id of a founder, or the file of its key; once for each.", default_factory=list),
+    ],
+    task: Annotated[str, typer.Option(help="digits, pysource, cifar10, text, or FILE.py:NAME.")] = "digits",
+    byzantine: Annotated[int, typer.Option(help="Members that may do anything, at most.")] = 0,
+    validators: Annotated[int, typer.Option(help="Members that check others, each step.")] = 1,
+    outages: Annotated[int, typer.Option(help="Honest members that may be out at the same time.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Steps of training. [default: the task's]")] = None,
+    seed: Annotated[int, typer.Option(help="Of initial parameters and batches.")] = 0,
+    batch: Annotated[int | None, typer.Option(help="Rows of a peer's batch. [default: the task's]")] = None,
+    tau: Annotated[str, typer.Option(help="Where CenteredClip clips: auto, or a length.")] = "auto",
+    wire: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Of every peer's gradients. [default: this machine's]")] = None,
+    delta: Annotated[float, typer.Option(help="Seconds within which a message arrives.")] = 2.0,
+    gradient_time: Annotated[float | None, typer.Option(help="Seconds for a gradient. [default: measured]")] = None,
+    transfer_time: Annotated[float | None, typer.Option(help="Seconds to move parts. [default: by bandwidth]")] = None,
+    bandwidth: Annotated[float, typer.Option(help="Megabits a second that every peer has.")] = 100.0,
+    quorum: Annotated[str, typer.Option(help="majority or partition-safe.")] = "majority",
+    tolerance: Annotated[
+        str | None, typer.Option(help="LOWER,UPPER: let platforms differ by these relative distances.")
+    ] = None,
+    probation: Annotated[int, typer.Option(help="Steps of a returning member without weight.")] = 12,
+    newcomer_probation: Annotated[int, typer.Option(help="The same for a newcomer; 0: as the odds ask for.")] = 0,
+    admissions: Annotated[int, typer.Option(help="Newcomers on probation at the same time.")] = 1,
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, e.g. name=adamw, rate=0.01; may be repeated.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for the task, e.g. data=FOLDER; may be repeated.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the manifest of a run between machines, with times measured on this one."""
+    from phalanx.node import run_init
+
+    settings = {
+        "byzantine": byzantine,
+        "validators": validators,
+        "outages": outages,
+        "steps": steps,
+        "seed": seed,
+        "batch": batch,
+        "tau": tau,
+        "wire": wire,
+        "device": device,
+        "threads": threads,
+        "delta": delta,
+        "gradient_time": gradient_time,
+        "transfer_time": transfer_time,
+        "bandwidth": bandwidth,
+        "quorum": quorum,
+        "tolerance": _parse_tolerance(tolerance),
+        "probation": probation,
+        "newcomer_probation": newcomer_probation,
+        "admissions": admissions,
+        "optimizer": _parse_settings(optimizer, "optimizer"),
+        "options": _parse_pairs(option, "option"),
+    }
+    with contextlib.redirect_stdout(sys.stderr):
+        manifest = run_init(file, task, [_find_founder(text) for text in founder or ()], settings)
+    if as_json:
+        _print_json({"file": str(file), "peers": manifest.run.peers, "steps": manifest.run.steps})
+    else:
+        print(f"written to {file}: read it, give it to every founder, then: phalanx start {file} --key KEY")
+
+
+@app.command()
+def start(
+    file: Annotated[Path, typer.Argument(help="The manifest, as phalanx init writes it.")],
+    key: Key,
+    out: Annotated[Path | None, typer.Option(help="This peer's folder. [default: named after file and key]")] = None,
+    listen: Listen = None,
+    announce: Announce = None,
+    peer: Peer = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    attack: Annotated[str | None, typer.Option(help="Cheat like this, for experiments.")] = None,
+    start: Annotated[int | None, typer.Option(help="The step in which the attack begins.")] = None,
+    every: Annotated[int, typer.Option(help="The attack acts in every so-many-th step.")] = 1,
+    colluder: Annotated[list[str] | None, typer.Option(help="Peer id of a fellow attacker; may be repeated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Found a run between machines, or go on with it after a stop."""
+    from phalanx.attacks import load_attack, set_options
+    from phalanx.node import run_start
+    from phalanx.show.progress import Progress
+
+    attacking = load_attack(attack) if attack is not None else None
+    if attacking is not None:
+        chosen = {"every": every} | ({"start": start} if start is not None else {})
+        attacking = set_options(attacking, **chosen)
+    with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
+        outcome = run_start(
+            file,
+            key,
+            out,
+            _make_door(listen, announce, peer),
+            on_event=progress.on_event,
+            attack=attacking,
+            colluders=colluder or (),
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+        )
+    _say_outcome(outcome, as_json)
+
+
+@app.command()
+def join(
+    address: Annotated[str, typer.Argument(help="Of anybody in the run, e.g. /ip4/1.2.3.4/tcp/5555/p2p/12D3KooW...")],
+    key: Key,
+    out: Annotated[Path | None, typer.Option(help="This peer's folder. [default: named after the key]")] = None,
+    listen: Listen = None,
+    announce: Announce = None,
+    peer: Peer = None,
+    trust_task: Annotated[
+        str | None, typer.Option(help="The hash of the task's code, if it is not built in and you have read it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Join a run: fetch its manifest, check this machine, sync the state, pass probation, become a member."""
+    from phalanx.node import run_join
+    from phalanx.show.progress import Progress
+
+    with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
+        outcome = run_join(
+            address, key, out, _make_door(listen, announce, peer), trust_task=trust_task, on_event=progress.on_event
+        )
+    _say_outcome(outcome, as_json)
+
+
+@app.command()
+def swarm(
+    task: Annotated[str, typer.Option(help="digits, pysource, cifar10, text, or FILE.py:NAME.")] = "digits",
+    peers: Annotated[int, typer.Option(help="Processes that found the run.")] = 8,
+    byzantine: Annotated[int, typer.Option(help="How many of them attack.")] = 0,
+    attack: Annotated[str, typer.Option(help="What attackers do: as with simulate.")] = "none",
+    begin: Annotated[int, typer.Option("--start", help="The step in which attackers begin.")] = 0,
+    every: Annotated[int, typer.Option(help="They act in every so-many-th step.")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Steps of training. [default: the task's]")] = None,
+    validators: Annotated[int, typer.Option(help="Members that check others, each step.")] = 1,
+    outages: Annotated[int, typer.Option(help="Honest members that may be out at the same time.")] = 0,
+    tau: Annotated[str, typer.Option(help="Where CenteredClip clips: auto, or a length.")] = "auto",
+    wire: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of initial parameters, batches and who attacks.")] = 0,
+    batch: Annotated[int | None, typer.Option(help="Rows of a peer's batch. [default: the task's]")] = None,
+    delta: Annotated[float, typer.Option(help="Seconds within which a message arrives.")] = 2.0,
+    gradient_time: Annotated[float | None, typer.Option(help="Seconds for a gradient. [default: measured]")] = None,
+    transfer_time: Annotated[float | None, typer.Option(help="Seconds to move parts. [default: by bandwidth]")] = None,
+    quorum: Annotated[str, typer.Option(help="majority or partition-safe.")] = "majority",
+    tolerance: Annotated[str | None, typer.Option(help="LOWER,UPPER: let platforms differ.")] = None,
+    probation: Annotated[int, typer.Option(help="Steps of a returning member without weight.")] = 12,
+    newcomer_probation: Annotated[int, typer.Option(help="The same for a newcomer; 0: as the odds ask for.")] = 0,
+    kill: Annotated[list[str] | None, typer.Option(help="P@STEP: kill -9 a peer in a step; may be repeated.")] = None,
+    joins: Annotated[
+        list[str] | None,
+        typer.Option("--join", help="P@STEP: a new peer joins, or a killed one comes back; may be repeated."),
+    ] = None,
+    optimizer: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, e.g. rate=0.01; may be repeated.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the task; may be repeated.")] = None,
+    out: Annotated[Path, typer.Option(help="A folder for all peers; if it exists, one with a number is made.")] = Path(
+        "phalanx-swarm"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Run a swarm of real processes over libp2p on this machine."""
+    from phalanx.attacks import load_attack
+    from phalanx.run import listen_for_interrupts
+    from phalanx.show.progress import Progress
+    from phalanx.swarm import Attackers, run_swarm
+
+    load_attack(attack)
+    settings = {
+        "validators": validators,
+        "outages": outages,
+        "steps": steps,
+        "batch": batch,
+        "tau": tau,
+        "wire": wire,
+        "delta": delta,
+        "gradient_time": gradient_time,
+        "transfer_time": transfer_time,
+        "quorum": quorum,
+        "tolerance": _parse_tolerance(tolerance),
+        "probation": probation,
+        "newcomer_probation": newcomer_probation,
+        "optimizer": _parse_settings(optimizer, "optimizer"),
+        "options": _parse_pairs(option, "option"),
+    }
+    with contextlib.redirect_stdout(sys.stderr), listen_for_interrupts() as is_interrupted, Progress() as progress:
+        found = run_swarm(
+            task=task,
+            peers=peers,
+            byzantine=byzantine,
+            attackers=Attackers(attack=attack, start=begin, every=every),
+            seed=seed,
+            out=_find_free(out),
+            settings=settings,
+            kills=[_parse_moment(text, "--kill") for text in kill or ()],
+            joins=[_parse_moment(text, "--join") for text in joins or ()],
+            on_event=progress.on_event,
+            should_stop=is_interrupted,
+        )
+    result = found.result
+    print(
+        f"{result.metric_name} {result.final_metric} after {result.steps} steps, {found.seconds_per_step} s each; "
+        f"{result.byzantine_banned} attackers banned, honest peers banned: {result.honest_banned}; "
+        f"all honest states are {'equal' if found.digests_equal else 'NOT equal'}; written to {result.out}",
+        file=sys.stderr,
+    )
+    if as_json:
+        _print_json(found.to_json())
+    if not found.finished:
+        raise typer.Exit(130 if is_interrupted() else 1)
+    if result.honest_banned or not found.digests_equal:
+        raise typer.Exit(1)
+
+
 @app.command()
 def fuzz(
     seeds: Annotated[str, typer.Option(help="Which seeds, A:B, without B.")],
@@ -249,6 +482,55 @@ def fuzz(
         )
     if totals["violations"]:
         raise typer.Exit(1)
+
+
+def _find_free(out: Path) -> Path:
+    """The folder, or one with a number if there is something already."""
+    folder, number = out, 1
+    while folder.exists():
+        number += 1
+        folder = out.with_name(f"{out.name}-{number}")
+    return folder
+
+
+def _find_founder(text: str) -> str:
+    """A founder's peer id, or that of the key in a file."""
+    return Identity.load(Path(text)).peer_id if Path(text).is_file() else text
+
+
+def _make_door(listen: list[str] | None, announce: list[str] | None, peers: list[str] | None) -> Door:
+    from phalanx.node import Door
+
+    return Door(listen=listen or ("/ip4/0.0.0.0/tcp/0",), announce=announce or (), peers=peers or ())
+
+
+def _say_outcome(outcome: Outcome, as_json: bool) -> None:
+    """How a peer's part ended: exit 1 if it was banned, 130 if it left before the end."""
+    if as_json:
+        _print_json(outcome.to_json())
+    if outcome.banned:
+        print("phalanx: this peer was banned by the others", file=sys.stderr)
+        raise typer.Exit(1)
+    if not outcome.finished:
+        print(f"phalanx: left after step {outcome.steps}; go on with the same command", file=sys.stderr)
+        raise typer.Exit(130)
+
+
+def _parse_moment(text: str, option: str) -> tuple[int, int]:
+    peer, at, step = text.partition("@")
+    if not (at and peer.isdecimal() and step.isdecimal()):
+        raise LocalError(f"{option}: expected PEER@STEP, two whole numbers from 0, got {text!r}")
+    return int(peer), int(step)
+
+
+def _parse_tolerance(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        lower, upper = map(float, text.split(","))
+    except ValueError:
+        raise LocalError(f"--tolerance: expected LOWER,UPPER, two numbers, got {text!r}") from None
+    return lower, upper
 
 
 def _parse_pairs(texts: list[str] | None, option: str) -> dict[str, str] | None:

@@ -332,6 +332,25 @@ def read_events(path: Path, *, head: str | None = None) -> list[Event]:
     return events
 
 
+class LogFollower:
+    """Reads a log that another process is writing, again and again, without looking at its chain."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def read(self) -> list[Event]:
+        """The events of the whole lines that came since the last call; none if there is no file yet."""
+        try:
+            with open(self._path, "rb") as lines:
+                lines.seek(self._at)
+                data = lines.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [_EVENTS.decode(line) for line in whole.splitlines() if _LINKS.decode(line).type in _TYPES]
+
+
 def _read(lines: BinaryIO, path: Path) -> tuple[list[Event], str, int]:
     """The events, the hash of the last whole line, and where it ends."""
     events: list[Event] = []

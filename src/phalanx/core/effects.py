@@ -6,7 +6,7 @@ links, disks, private keys, and the arithmetic on a model's state. An attack is 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -39,6 +39,16 @@ class Begin(Struct, frozen=True):
     """
 
     work: ComputeGradient
+
+
+class Foresee(Struct, frozen=True):
+    """Gradients that will probably be asked for in the next step, unless this one comes to nothing.
+
+    A driver may start on those that ``find`` lists while the step is being verified, and drops them if the state that
+    they start from is undone. Whoever does nothing only loses time.
+    """
+
+    find: Callable[[], list[ComputeGradient]]
 
 
 class Finished(Struct, frozen=True):
@@ -170,6 +180,7 @@ Effect: TypeAlias = (
     | Sign
     | DrawSecret
     | Begin
+    | Foresee
     | ComputeAggregate
     | ComputeReport
     | Apply

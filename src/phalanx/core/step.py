@@ -35,9 +35,11 @@ from phalanx.core.effects import (
     Apply,
     Broadcast,
     ComputeAggregate,
+    ComputeGradient,
     ComputeReport,
     DrawSecret,
     Effect,
+    Foresee,
     HasState,
     Keep,
     Note,
@@ -76,12 +78,16 @@ from phalanx.core.justice import (
     make_agenda,
     make_next,
     make_retry,
+    note_progress,
 )
 from phalanx.core.membership import (
+    Changes,
     View,
     compute_batch_seed,
+    compute_duties,
     decode_view,
     encode_view,
+    finish_step,
     make_genesis,
 )
 from phalanx.core.merkle import compute_paths, hash_part
@@ -144,8 +150,9 @@ def run_attempt(peer: Peer) -> Story:
         return (yield from abort(peer, offenders))
     transcript.randomness = combine_shares(config, view, reveals)
 
-    # REPORT: what my parts say of the aggregates.
+    # REPORT: what my parts say of the aggregates. Meanwhile the next gradient is on its way.
     yield from gather(peer, patience)
+    yield from move_ahead(peer)
     report = yield from make_report(peer, own, findings)
     yield from agree(peer, Phase.REPORT, report, work=patience)
     offenders = find_offenders(config, transcript, Phase.REPORT)
@@ -424,13 +431,53 @@ def is_lacking(transcript: Transcript) -> bool:
 # ---- CONFIRM and what follows
 
 
+def move_ahead(peer: Peer) -> Story:
+    """Take the step if all aggregates are here, and let the machine start on what the next one will ask of it."""
+    state = yield from apply_update(peer)
+    if peer.applied is not None:
+        yield Foresee(lambda: find_next_gradients(peer, state))
+
+
+def find_next_gradients(peer: Peer, state: bytes) -> list[ComputeGradient]:
+    """What this peer computes next if nothing more happens in this step: its gradient, and those that it checks."""
+    config, transcript = peer.config, peer.transcript
+    view, randomness = note_progress(config, transcript, peer.level + 1), transcript.randomness
+    assert randomness is not None
+    ahead = finish_step(
+        config,
+        view,
+        Changes(),
+        height=view.height,
+        previous=view.previous,
+        randomness=randomness,
+        state=state,
+        targets=(),
+        scale=None,
+        complaints=(),
+        served=transcript.served,
+        joins=(),
+    )
+    duties, found = compute_duties(config, ahead), []
+    on_trial = any(candidate.key == peer.key for candidate in ahead.candidates)
+    if (peer.key in duties.contributors or on_trial) and ahead.step < config.steps:
+        found.append(ComputeGradient(ahead.step, compute_batch_seed(config, randomness, ahead.step, peer.key)))
+    for check in duties.checks:
+        if check.checker == peer.key and check.target not in ahead.banned:
+            seed = compute_batch_seed(config, view.randomness, view.step, check.target)
+            found.append(ComputeGradient(view.step, seed))
+    return found
+
+
 def apply_update(peer: Peer) -> Story:
     """Take the step; it can be undone until it is final."""
+    if peer.applied is not None:
+        return peer.applied
     aggregates = read_aggregates(peer, peer.transcript)
     if any(aggregate is None for aggregate in aggregates):  # a follower may come too late; the state can be fetched
         return bytes(32)
     whole = join_parts([aggregate for aggregate in aggregates if aggregate is not None])
-    return (yield Apply(peer.view.step, whole.to(torch.float32)))
+    peer.applied = yield Apply(peer.view.step, whole.to(torch.float32))
+    return peer.applied
 
 
 def check_reports(peer: Peer) -> list[m.Accusation]:

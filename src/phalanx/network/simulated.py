@@ -37,6 +37,7 @@ from phalanx.core.effects import (
     DrawSecret,
     Effect,
     Finished,
+    Foresee,
     HasState,
     Keep,
     Leave,
@@ -72,6 +73,7 @@ USUAL = -1.0
 _HEADER = 4
 _EFFECTS_AT_ONE_INSTANT = 1_000_000
 _TRACE_BUFFER = 1 << 16
+_SOME_GRADIENT = ComputeGradient(0, b"")
 _pack_time = Struct("<d").pack
 
 
@@ -192,6 +194,7 @@ class _Peer:
     __slots__ = (
         "deadline",
         "disk",
+        "foreseen",
         "inbox",
         "key",
         "offset",
@@ -212,6 +215,8 @@ class _Peer:
         self.story: Story | None = None
         self.inbox: deque[tuple[bytes | None, Message | Finished | Leave]] = deque()
         self.readers: dict[bytes, FrameReader] = {}
+        self.foreseen: dict[tuple[int, bytes], float] = {}
+        """Gradients that the machine has been at since then, though nobody has asked for them yet."""
         self.ticket = 0
         """The last that this story was given."""
         self.waiting = False
@@ -417,6 +422,7 @@ class World:
             Sign: lambda peer, effect: peer.disk.sign(peer.signer, run, effect),
             DrawSecret: lambda peer, effect: peer.disk.draw_secret(effect.height),
             Keep: self._perform_keep,
+            Foresee: self._perform_foresee,
         }
 
     # -- scenario
@@ -565,6 +571,7 @@ class World:
         story, peer.story = peer.story, None
         peer.waiting, peer.timer, peer.ticket = False, math.inf, 0
         peer.inbox.clear()
+        peer.foreseen.clear()
         peer.readers.clear()
         schedule = self._schedule
         schedule[:] = [entry for entry in schedule if entry[3] is not peer or entry[2] == _DELIVER]
@@ -650,6 +657,8 @@ class World:
         if type(work) is not ComputeGradient:
             raise self._blame(peer, TypeError(f"{work!r} is no work to begin"))
         duration = self._get_duration(peer, work)
+        begun = peer.foreseen.pop((work.step, work.seed), self.now)
+        duration = max(0.0, duration - (self.now - begun))
         peer.ticket += 1
         machine = peer.disk.machine
         assert machine is not None
@@ -662,6 +671,12 @@ class World:
         else:
             self._finish(peer, peer.ticket, value)
         return peer.ticket
+
+    def _perform_foresee(self, peer: _Peer, effect: Foresee) -> None:
+        """Start the clock of what will probably be asked for. Its value is found when it is: on the state of then."""
+        peer.foreseen.clear()
+        if self._get_duration(peer, _SOME_GRADIENT) > 0:
+            peer.foreseen = {(work.step, work.seed): self.now for work in effect.find()}
 
     def _finish(self, peer: _Peer, ticket: int, value: Tensor | None) -> None:
         """Hand in work whose time is over."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from phalanx.core.config import AutomaticTau, Config
-from phalanx.core.crypto import compute_digest
+from phalanx.core.config import AutomaticTau, Config, Tolerance
+from phalanx.core.crypto import compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError
 
 VERSION = 1
@@ -31,6 +31,8 @@ class TaskSection(_Section, frozen=True, kw_only=True):
     digest: str
     """Of the data and what else makes the task: a peer with another one does not start."""
     batch: int
+    code: str | None = None
+    """Of a task's file, in a run between machines."""
 
 
 class RunSection(_Section, frozen=True, kw_only=True):
@@ -69,13 +71,33 @@ class SimulationSection(_Section, frozen=True, kw_only=True):
     checkpoint_every: int
 
 
-class Manifest(_Section, frozen=True, kw_only=True):
+class NetworkSection(_Section, frozen=True, kw_only=True):
+    """What peers on different machines have to agree on beforehand."""
+
+    founders: list[str]
+    """Peer ids, in the order of the first roster."""
+    delta: float
+    gradient_time: float
+    transfer_time: float
+    quorum: Literal["majority", "partition-safe"] = "majority"
+    lower: float | None = None
+    upper: float | None = None
+    platform: str
+    probation: int = 12
+    newcomer_probation: int = 0
+    admissions: int = 1
+    state: str
+    conformance: str
+
+
+class Plan(_Section, frozen=True, kw_only=True):
+    """What every run has."""
+
     version: int
     task: TaskSection
     run: RunSection
     clipping: ClippingSection
     optimizer: dict[str, Any]
-    simulation: SimulationSection
 
     @property
     def seed(self) -> bytes:
@@ -104,10 +126,42 @@ class Manifest(_Section, frozen=True, kw_only=True):
             delta_max=2 * clip.cap,
             seed=self.seed,
             state=state,
+            **self._get_network_settings(),
         )
 
+    def _get_network_settings(self) -> dict[str, Any]:
+        return {}
 
-def format_manifest(manifest: Manifest) -> str:
+
+class Manifest(Plan, frozen=True, kw_only=True):
+    """A run in one process."""
+
+    simulation: SimulationSection
+
+
+class NetworkManifest(Plan, frozen=True, kw_only=True):
+    """A run between machines."""
+
+    network: NetworkSection
+
+    @property
+    def founders(self) -> tuple[bytes, ...]:
+        return tuple(parse_peer_id(text) for text in self.network.founders)
+
+    def _get_network_settings(self) -> dict[str, Any]:
+        net = self.network
+        same = ("delta", "gradient_time", "transfer_time", "probation", "newcomer_probation", "admissions")
+        return {
+            "tolerance": Tolerance(net.lower, net.upper) if net.lower is not None and net.upper is not None else None,
+            "partition_safe": net.quorum == "partition-safe",
+            **{name: getattr(net, name) for name in same},
+        }
+
+
+_P = TypeVar("_P", bound=Plan)
+
+
+def format_manifest(manifest: Plan) -> str:
     values = msgspec.to_builtins(manifest)
     lines = ["# A run of Phalanx: with this file and the same software it can be repeated bit for bit."]
     lines.append(f"version = {values.pop('version')}")
@@ -127,20 +181,51 @@ def _format(value: Any) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file, or :class:`LocalError` with what is wrong with it."""
+    """The manifest of a run in one process, or :class:`LocalError` with what is wrong with it."""
     if not path.is_file():
         raise LocalError(f"{path}: there is no manifest; expected the folder of a run")
+    return _parse(_read(path), str(path), Manifest, "simulation")
+
+
+def read_network_manifest(path: Path) -> NetworkManifest:
+    """The manifest of a run between machines."""
+    if not path.is_file():
+        raise LocalError(f"{path} does not exist; write a manifest with: phalanx init {path} --task ...")
+    return parse_network_manifest(_read(path), str(path))
+
+
+def parse_network_manifest(text: str, source: str) -> NetworkManifest:
+    """The same from a text that came from ``source``."""
+    manifest = _parse(text, source, NetworkManifest, "network")
+    if len(manifest.founders) != manifest.run.peers:
+        raise LocalError(
+            f"{source}: {manifest.run.peers} peers and {len(manifest.founders)} founders; expected as many of both"
+        )
+    return manifest
+
+
+def _read(path: Path) -> str:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise LocalError(f"{path}: not a TOML file: {error}") from None
+
+
+def _parse(text: str, source: str, kind: type[_P], section: str) -> _P:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise LocalError(f"{source}: not a TOML file: {error}") from None
     version = values.get("version")
     if version != VERSION:
         raise LocalError(
-            f"{path}: a manifest of version {version!r}, and this is version {VERSION}: "
+            f"{source}: a manifest of version {version!r}, and this is version {VERSION}: "
             "use the software that wrote it, or start a new run"
         )
+    if section not in values:
+        other = "phalanx start" if section == "simulation" else "phalanx simulate"
+        raise LocalError(f"{source}: there is no section [{section}]; it may be a manifest for {other}")
     try:
-        return msgspec.convert(values, Manifest)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise LocalError(f"{path}: {error}") from None
+        raise LocalError(f"{source}: {error}") from None

@@ -38,6 +38,7 @@ class Recorder:
         resume: bool = False,
         on_event: Callable[[Event], None] | None = None,
         stop: Callable[[int], bool] | None = None,
+        timed: bool = False,
     ) -> None:
         self._lock = _lock(out) if out is not None else None
         self.events: list[Event] = events.read_events(out / EVENTS) if out is not None and resume else []
@@ -53,7 +54,7 @@ class Recorder:
         self._log: EventLog | None = None
         self._transcript: FileIO | None = None
         if out is not None:
-            self._log = EventLog(out / EVENTS, resume=resume)
+            self._log = EventLog(out / EVENTS, resume=resume, timed=timed)
             self._transcript = _open_transcript(out / TRANSCRIPT)
 
     @property
@@ -96,9 +97,15 @@ class Recorder:
 
     def evaluate(self, step: int, parameters: Tensor) -> None:
         """Measure the model when it is time: after ``step`` steps."""
-        if step % self._evaluate_every == 0 or step >= self._steps:
-            self.metric = self._gradients.evaluate(parameters)
-            self.add(events.Evaluated(step, self.metric))
+        if self.is_evaluation_due(step):
+            self.add_metric(step, self._gradients.evaluate(parameters))
+
+    def is_evaluation_due(self, step: int) -> bool:
+        return step % self._evaluate_every == 0 or step >= self._steps
+
+    def add_metric(self, step: int, metric: float) -> None:
+        self.metric = metric
+        self.add(events.Evaluated(step, metric))
 
     def wants_to_stop(self, step: int) -> bool:
         self._stopping = self._stopping or self._stop(step)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -30,8 +29,6 @@ from phalanx.baselines.aggregators import BASELINES, get_baseline
 from phalanx.core.config import Config
 from phalanx.core.crypto import Signer
 from phalanx.core.errors import LocalError
-from phalanx.core.partition import split_parts
-from phalanx.core.randomness import derive_seed
 from phalanx.core.verification import WIRE_TYPES
 from phalanx.events import Event
 from phalanx.network.ideal import make_signers
@@ -41,7 +38,6 @@ from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.machine import Workshop
 from phalanx.training.manifest import (
     VERSION,
-    ClippingSection,
     Manifest,
     RunSection,
     SimulationSection,
@@ -49,7 +45,8 @@ from phalanx.training.manifest import (
     format_manifest,
     read_manifest,
 )
-from phalanx.training.optimizers import METHODS, make_optimizer
+from phalanx.training.optimizers import make_optimizer
+from phalanx.training.planning import CAP, make_clipping, make_settings, measure_scales
 from phalanx.training.recorder import EVENTS, TRANSCRIPT, Recorder
 from phalanx.training.server import ServerRun
 from phalanx.training.swarm import SwarmRun
@@ -62,10 +59,6 @@ DEFENSES = (PHALANX, *BASELINES)
 
 _MOST = 1 << 31
 _STAND_INS = tuple(bytes([number]) * 32 for number in range(1, 5))
-_SAMPLES = 8  # gradients from which scales are measured before a run
-_CAP = 100.0  # times the usual length of a gradient
-_RANGE = 1e3  # by which an automatic tau may move from its start, up and down
-_RECIPE = ("steps", "tau", "optimizer")  # of a task's recipe; the rest are settings of the optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +150,8 @@ def simulate(
         attacking = _set_delay(attacking, delay)
     gradients = Gradients(chosen, seed, device)
     gradients.require_repeatable()
-    settings, steps = _make_settings(chosen, optimizer or {}, method, steps)
-    length, scale = _measure(gradients, peers, seed)
+    settings, steps = make_settings(chosen, optimizer or {}, method, steps)
+    length, scale = measure_scales(gradients, peers, seed)
     if method == "btard-clipped-sgd" and clip is None:
         raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (clip, --clip)")
     manifest = Manifest(
@@ -180,7 +173,7 @@ def simulate(
             threads=torch.get_num_threads(),
             method=method or "none",
         ),
-        clipping=_make_clipping(tau, peers, byzantine, validators, scale, clip if clip is not None else _CAP * length),
+        clipping=make_clipping(tau, peers, byzantine, validators, scale, clip if clip is not None else CAP * length),
         optimizer=settings,
         simulation=SimulationSection(
             defense=defense,
@@ -387,55 +380,6 @@ def _require_possible(manifest: Manifest, config: Config) -> None:
     msgspec.structs.replace(config, byzantine=0, validators=1, founders=_STAND_INS).check()
     if defense != "allreduce":
         get_baseline(defense)(torch.zeros(peers, 2), manifest.run.byzantine)
-
-
-def _make_settings(
-    task: Task, changes: Mapping[str, Any], method: str | None, steps: int | None
-) -> tuple[dict[str, Any], int]:
-    """The optimizer's settings, and how many steps."""
-    recipe = dict(task.recipe)
-    chosen = steps if steps is not None else recipe.get("steps", 400)
-    if method is not None and method not in METHODS:
-        raise LocalError(f"method {method!r} is unknown; expected one of {', '.join(METHODS)}")
-    name = changes.get("name", METHODS[method].optimizer if method is not None else recipe.get("optimizer", "sgd"))
-    own = {key: value for key, value in recipe.items() if key not in _RECIPE}
-    if name != recipe.get("optimizer", "sgd"):  # what suits one optimizer does not suit another
-        own = {key: own[key] for key in ("rate",) if key in own}
-        own |= {"first_stage": max(1, chosen // 7)} if name == "restarted" else {}
-    if own.get("warmup", 0) > chosen:
-        own["warmup"] = chosen
-    settings = {"name": name, "rate": 0.1, **own, **changes}
-    make_optimizer(settings, chosen)
-    return settings, chosen
-
-
-def _measure(gradients: Gradients, peers: int, seed: int) -> tuple[float, float]:
-    """How long gradients are before the first step, and how far their parts lie from their mean: public batches."""
-    base = derive_seed(str(seed).encode(), "scales before a run")
-    seeds = [derive_seed(base, "sample", place.to_bytes(8, "little")) for place in range(_SAMPLES)]
-    rows = torch.stack([gradients.compute(gradients.start, seed) for seed in seeds]).double()
-    if gradients.size < peers:
-        raise LocalError(f"task {gradients.task.name!r}: {gradients.size} parameters cannot be cut into {peers} parts")
-    parts = [[float(part.norm()) for part in split_parts(row, peers)] for row in rows - rows.mean(0)]
-    length = median(float(row.norm()) for row in rows)
-    if not math.isfinite(length):
-        raise LocalError(f"task {gradients.task.name!r}: the gradient at the initial parameters is not finite")
-    scale = median(median(column) for column in zip(*parts, strict=True))
-    return length or 1.0, scale or 1.0
-
-
-def _make_clipping(
-    tau: float | str, peers: int, byzantine: int, validators: int, scale: float, cap: float
-) -> ClippingSection:
-    if tau != "auto":
-        try:
-            return ClippingSection(tau=float(tau), cap=cap)
-        except (TypeError, ValueError):
-            raise LocalError(f"tau: expected 'auto' or a positive number, got {tau!r}") from None
-    room = (peers - validators - byzantine) / byzantine if byzantine else 1.0
-    multiple = max(min(1.0, 0.9 * room), 1e-6)
-    start = multiple * scale
-    return ClippingSection(multiple=multiple, start=start, floor=start / _RANGE, ceiling=start * _RANGE, cap=cap)
 
 
 def _set_delay(attack: Attack, delay: int) -> Attack:

@@ -41,8 +41,8 @@ def make_task() -> Task:
             "beta2": 0.98,
             "weight_decay": 0.01,
             "schedule": "cosine",
-            "warmup": 50,
-            "steps": 1000,
+            "warmup": 400,
+            "steps": 2000,
         },
     )
 

@@ -1,0 +1,369 @@
+"""One stream in each direction and lane: what waits to be sent to a peer, and how what it sends is read.
+
+Everything here is bounded by :class:`Limits`, whatever the other side does: too slow, too fast, too long, or nothing
+at all. A peer that misbehaves costs its own streams and nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import cast
+
+from phalanx.core.codec import encode
+from phalanx.core.errors import LocalError, Malformed
+from phalanx.core.messages import MAX_CHUNK, MAX_FRAME, AggregateChunk, Message, PartChunk, StateChunk
+from phalanx.network.addresses import name_peer
+from phalanx.network.libp2p import Unreachable
+from phalanx.network.simulated import name_kind
+
+log = logging.getLogger("phalanx.network")
+
+_HEADER = 4
+_READ_AHEAD = 1 << 14
+_JOIN = 1 << 14  # bytes that are cheaper to copy behind their header than to send on their own
+_CHUNKS = (PartChunk, AggregateChunk, StateChunk)
+_BUCKETS = 4096
+_MIB = 1 << 20
+
+ASK = "ask"
+"""What questions count as, beside the two lanes."""
+
+
+class Lane(StrEnum):
+    """Small messages never wait behind chunks: each lane is a stream of its own."""
+
+    SMALL = "small"
+    BULK = "bulk"
+
+
+# ---- Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one peer may send in one lane, on average; whoever exceeds it is read more slowly."""
+
+    messages: float
+    """A second."""
+    bytes: float
+    """A second."""
+    burst: float = 4.0
+    """How many seconds' worth may come at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of this machine others can take. The defaults fit any run, but for ``bulk_queue``."""
+
+    small_queue: int = 16 * _MIB
+    """Bytes that wait for one member, beside chunks."""
+    bulk_queue: int = 512 * _MIB
+    """Bytes of chunks that wait for one member: at least three gradients, or parts of them are dropped."""
+    stranger_queue: int = 16 * _MIB
+    """Bytes that wait in each lane for one who is no member."""
+    queue_messages: int = 4096
+    """Messages that wait for one receiver in one lane."""
+    member_small: Quota = Quota(messages=1000, bytes=16 * _MIB)
+    """Above what a slow path may need: a few frames of the largest size within a delta."""
+    member_bulk: Quota = Quota(messages=4000, bytes=1024 * _MIB)
+    stranger: Quota = Quota(messages=20, bytes=64 * 1024)
+    stranger_frame: int = 64 * 1024
+    bulk_frame: int = MAX_CHUNK + 4096
+    strangers: int = 32
+    """How many streams, requests and receivers that are no members are looked after at once, each."""
+    minimum_rate: int = 1024
+    """Bytes a second in which a frame that has begun must go on, on average over ``window``."""
+    window: float = 10.0
+    first_pause: float = 0.1
+    longest_pause: float = 2.0
+    """How long to wait before a broken stream is opened again; growing from the one to the other."""
+    flush: float = 1.5
+    """Seconds that closing may take to send what still waits."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.stranger_frame <= MAX_FRAME and 0 < self.bulk_frame <= MAX_FRAME):
+            raise LocalError(f"limits: frames of strangers and of chunks need 1 to {MAX_FRAME} bytes")
+        if min(self.small_queue, self.bulk_queue, self.queue_messages, self.minimum_rate, self.window) <= 0:
+            raise LocalError("limits: queues, minimum_rate and window must be above 0")
+
+
+class Bucket:
+    """Counts one peer's messages and bytes against its quota."""
+
+    def __init__(self, quota: Quota, now: float) -> None:
+        self._quota, self._time = quota, now
+        self._messages, self._bytes = quota.messages * quota.burst, quota.bytes * quota.burst
+
+    def take(self, size: int, now: float) -> float:
+        """Count a message; the result is how long to wait before the next is read."""
+        quota, passed = self._quota, now - self._time
+        self._time = now
+        self._messages = min(self._messages + passed * quota.messages, quota.messages * quota.burst) - 1
+        self._bytes = min(self._bytes + passed * quota.bytes, quota.bytes * quota.burst) - size
+        return max(0.0, -self._messages / quota.messages, -self._bytes / quota.bytes)
+
+
+class Complaints:
+    """A log that others can fill only slowly: one line a second of each kind, with how many were left out."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._silenced: dict[str, int] = {}
+
+    def say(self, kind: str, text: str, *arguments: object) -> None:
+        """Log a warning. ``kind`` is one of ours, never a peer's words: there are only so many."""
+        now = time.monotonic()
+        if now - self._last.get(kind, -1.0) < 1.0:
+            self._silenced[kind] = self._silenced.get(kind, 0) + 1
+            return
+        self._last[kind] = now
+        more = self._silenced.pop(kind, 0)
+        log.warning(text + (f" ({more} more like this)" if more else ""), *arguments)
+
+
+class Circle:
+    """Who others are to us, and how much each has sent: members, the banned, and everybody else."""
+
+    def __init__(self, limits: Limits, complaints: Complaints) -> None:
+        self.members: frozenset[bytes] = frozenset()
+        self.banned: frozenset[bytes] = frozenset()
+        self._limits, self._complaints = limits, complaints
+        self._buckets: dict[tuple[bytes, str], Bucket] = {}
+
+    def set(self, members: frozenset[bytes], banned: frozenset[bytes]) -> None:
+        """Change who is who. Whoever comes in or goes out starts with the quota of its new place."""
+        members -= banned
+        for key in members ^ self.members:
+            for what in (Lane.SMALL, Lane.BULK, ASK):
+                self._buckets.pop((key, what), None)
+        self.members, self.banned = members, banned
+
+    def get_room(self, key: bytes, lane: Lane) -> int:
+        """How many bytes may wait for somebody."""
+        if key not in self.members:
+            return self._limits.stranger_queue
+        return self._limits.bulk_queue if lane is Lane.BULK else self._limits.small_queue
+
+    def get_frame_limit(self, key: bytes, lane: Lane) -> int:
+        if key not in self.members:
+            return self._limits.stranger_frame
+        return self._limits.bulk_frame if lane is Lane.BULK else MAX_FRAME
+
+    async def hold_to_quota(self, key: bytes, what: str, size: int) -> None:
+        """Count a message; wait if there were too many. Nothing more is read of the stream meanwhile."""
+        pause = self._get_bucket(key, what).take(size, time.monotonic())
+        if pause > 0:
+            self._complaints.say("quota", "peer %s sends too much and is read more slowly", name_peer(key))
+            await asyncio.sleep(pause)
+
+    def _get_bucket(self, key: bytes, what: str) -> Bucket:
+        """The count outlives streams: opening a new one gives nobody a new quota."""
+        bucket = self._buckets.get((key, what))
+        if bucket is None:
+            limits = self._limits
+            quota = limits.member_bulk if what == Lane.BULK else limits.member_small
+            bucket = Bucket(quota if key in self.members else limits.stranger, time.monotonic())
+            if len(self._buckets) >= _BUCKETS:
+                del self._buckets[next(iter(self._buckets))]
+            self._buckets[key, what] = bucket
+        return bucket
+
+
+# ---- Sending
+
+
+class Parcel:
+    """A message as it goes on a stream: encoded once, whoever gets it."""
+
+    __slots__ = ("kind", "lane", "payload", "pieces", "size")
+
+    def __init__(self, message: Message) -> None:
+        data = encode(message)
+        header = len(data).to_bytes(_HEADER, "big")
+        self.pieces = (header + data,) if len(data) <= _JOIN else (header, data)
+        self.size = _HEADER + len(data)
+        self.kind = name_kind(message)
+        self.lane = Lane.BULK if isinstance(message, _CHUNKS) else Lane.SMALL
+        self.payload = len(message.data) if isinstance(message, _CHUNKS) else 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether anybody would take it."""
+        return self.size <= _HEADER + MAX_FRAME
+
+
+class Outbox:
+    """What waits for one receiver in one lane, and the stream that it goes on.
+
+    The stream is opened when there is something to send, and again when it breaks. A frame stays first in line until
+    the stream has taken all of it; what the stream took and did not deliver is lost, and the protocol asks again.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[], Awaitable[socket.socket]],
+        sent: Callable[[Parcel], None],
+        get_room: Callable[[], int],
+        limits: Limits,
+    ) -> None:
+        self._open_stream, self._sent, self._limits = open_stream, sent, limits
+        self._get_room = get_room
+        self._queue: deque[Parcel] = deque()
+        self._bytes = 0
+        self._is_first_begun = False
+        self._filled, self._roused = asyncio.Event(), asyncio.Event()
+        self._ending = False
+        self.dropped = 0
+        """How many messages gave way to newer ones."""
+        self.last_used = time.monotonic()
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    def put(self, parcel: Parcel) -> None:
+        """Line up a message. The oldest ones that nothing was sent of give way if there are too many."""
+        self._queue.append(parcel)
+        self._bytes += parcel.size
+        self.last_used = time.monotonic()
+        room, oldest = self._get_room(), int(self._is_first_begun)
+        while len(self._queue) > oldest + 1 and self._is_above(room):
+            self._bytes -= self._queue[oldest].size
+            del self._queue[oldest]
+            self.dropped += 1
+        self._filled.set()
+
+    def _is_above(self, room: int) -> bool:
+        return self._bytes > room or len(self._queue) > self._limits.queue_messages
+
+    def rouse(self) -> None:
+        """There is reason to believe that the receiver can be reached: do not wait out a pause."""
+        self._roused.set()
+
+    async def finish(self) -> None:
+        """Send what waits, and end the stream so that all of it arrives."""
+        self._ending = True
+        self._filled.set()
+        await asyncio.wait({self.task})
+
+    async def _run(self) -> None:
+        pause = self._limits.first_pause
+        while await self._has_more():
+            opened = time.monotonic()
+            try:
+                await self._use(await self._open_stream())
+            except (Unreachable, OSError) as error:
+                log.debug("a stream to send on: %s", error)
+            if self._ending and not self._queue:
+                return
+            if time.monotonic() - opened > 10 * self._limits.longest_pause:
+                pause = self._limits.first_pause
+            await self._rest(pause)
+            pause = min(2 * pause, self._limits.longest_pause)
+
+    async def _use(self, stream: socket.socket) -> None:
+        """Write to a stream until it breaks, or until everything is sent and we are ending."""
+        loop = asyncio.get_running_loop()
+        with stream:
+            while await self._has_more():
+                parcel = self._queue[0]
+                self._is_first_begun = True
+                try:
+                    for piece in parcel.pieces:
+                        await loop.sock_sendall(stream, piece)
+                finally:
+                    self._is_first_begun = False
+                self._queue.popleft()
+                self._bytes -= parcel.size
+                self._sent(parcel)
+            stream.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv(stream, 1024):  # the daemon closes its side when it has passed everything on
+                pass
+
+    async def _has_more(self) -> bool:
+        while not self._queue:
+            if self._ending:
+                return False
+            self._filled.clear()
+            await self._filled.wait()
+        return True
+
+    async def _rest(self, pause: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self._roused.wait()
+        self._roused.clear()
+
+
+# ---- Receiving
+
+
+class FrameStream:
+    """Cuts what a stream brings into frames. Between frames it may be silent; within one it has to go on."""
+
+    def __init__(self, stream: socket.socket, minimum_rate: int, window: float) -> None:
+        self._stream, self._window = stream, window
+        self._least = max(1, int(minimum_rate * window))
+        self._view = memoryview(bytearray(_READ_AHEAD))
+        self._start = self._end = 0
+
+    async def read(self, get_limit: Callable[[], int], least: int = 1) -> bytes | None:
+        """The next frame, or None at the end of the stream.
+
+        :class:`Malformed` if it is longer than ``get_limit()`` says when its length is known; TimeoutError if it comes
+        too slowly; EOFError if the stream ends in mid-frame.
+        """
+        if self._start == self._end and not await self._fill():
+            return None
+        if self._end - self._start < _HEADER:
+            async with asyncio.timeout(self._window):
+                while self._end - self._start < _HEADER:
+                    if not await self._fill():
+                        raise EOFError("the stream ended within a frame")
+        size = int.from_bytes(self._view[self._start : self._start + _HEADER], "big")
+        limit = get_limit()
+        if not least <= size <= limit:
+            raise Malformed(f"a frame of {size} bytes where {least} to {limit} are allowed")
+        self._start += _HEADER
+        if size <= self._end - self._start:
+            self._start += size
+            return bytes(self._view[self._start - size : self._start])
+        return await self._read_long(size)
+
+    async def _fill(self) -> int:
+        """Read what there is behind what is left of the last time."""
+        left = self._end - self._start
+        if self._start:
+            self._view[:left] = self._view[self._start : self._end]
+            self._start, self._end = 0, left
+        count = await asyncio.get_running_loop().sock_recv_into(self._stream, self._view[left:])
+        self._end += count
+        return count
+
+    async def _read_long(self, size: int) -> bytes:
+        """The rest of a frame, straight into memory of its own. Pages of it are taken as they are written."""
+        frame = bytearray(size)
+        have = self._end - self._start
+        frame[:have] = self._view[self._start : self._end]
+        self._start = self._end = 0
+        with memoryview(frame) as view:
+            while have < size:
+                async with asyncio.timeout(self._window):
+                    have = await self._read_into(view, have, min(size, have + self._least))
+        # Not copied into bytes: the decoder copies what it keeps, and nobody else has this.
+        return cast(bytes, frame)
+
+    async def _read_into(self, view: memoryview, have: int, goal: int) -> int:
+        """Read on until there are ``goal`` bytes or more; the result is how many there are."""
+        loop = asyncio.get_running_loop()
+        while have < goal:
+            count = await loop.sock_recv_into(self._stream, view[have:])
+            if not count:
+                raise EOFError("the stream ended within a frame")
+            have += count
+        return have

@@ -1,0 +1,225 @@
+"""What ``phalanx init``, ``start`` and ``join`` do: a run between machines, from the side of one of them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from phalanx.attacks import Attack
+from phalanx.core.crypto import Identity, compute_digest, parse_peer_id
+from phalanx.core.errors import LocalError
+from phalanx.core.messages import MAX_MANIFEST
+from phalanx.events import Event
+from phalanx.training.checkpoints import write_safely
+from phalanx.training.founding import format_commented, make_network_manifest, prepare
+from phalanx.training.manifest import (
+    NetworkManifest,
+    format_manifest,
+    parse_network_manifest,
+    read_network_manifest,
+)
+from phalanx.training.member import Member, Outcome, Settings
+from phalanx.training.tasks import TASKS, load_task
+
+MANIFEST = "manifest.toml"
+CODE = "task.py"
+_MAX_CODE = 1 << 20
+_ASK_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """How this machine is reached, and whom it knows."""
+
+    listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: Sequence[str] = ()
+    peers: Sequence[str] = ()
+
+
+def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[str, Any]) -> NetworkManifest:
+    """Write a commented manifest; an existing file is never overwritten."""
+    if path.exists():
+        raise LocalError(f"{path} exists and is not overwritten: it may be the manifest of a run")
+    if not founders:
+        raise LocalError("founders: expected their peer ids; phalanx keygen prints one for each key that it makes")
+    manifest = make_network_manifest(task, founders, **settings)
+    write_safely(path, lambda place: place.write_text(format_commented(manifest), encoding="utf-8"))
+    return manifest
+
+
+def run_start(
+    path: Path,
+    key_file: Path,
+    out: Path | None,
+    door: Door,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    attack: Attack | None = None,
+    colluders: Sequence[str] = (),
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+) -> Outcome:
+    """Found a run, or go on with it."""
+    manifest = read_network_manifest(path)
+    identity = Identity.load(key_file)
+    if identity.key not in manifest.founders:
+        raise LocalError(
+            f"{key_file}: {identity.peer_id} is not among the founders in {path}; "
+            f"to take part, join with the address of somebody who is in: phalanx join ADDRESS --key {key_file}"
+        )
+    spec = _find_code(manifest, path.parent)
+    folder = out if out is not None else Path(f"{path.stem}-{identity.peer_id[-6:]}")
+    settings = _make_settings(folder, door, manifest, spec)
+    settings.on_event, settings.attack = on_event, attack
+    settings.colluders = [parse_peer_id(text) for text in colluders]
+    settings.evaluate_every, settings.checkpoint_every = evaluate_every, checkpoint_every
+    return _take_part(manifest, key_file, spec, settings)
+
+
+def run_join(
+    address: str,
+    key_file: Path,
+    out: Path | None,
+    door: Door,
+    *,
+    trust_task: str | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Outcome:
+    """Join a run that somebody at ``address`` is in."""
+    identity = Identity.load(key_file)
+    name = address.rpartition("/p2p/")[2]
+    if "/p2p/" not in address:
+        raise LocalError(
+            f"{address!r} is no address of a peer; expected something like /ip4/1.2.3.4/tcp/5555/p2p/12D3..."
+        )
+    parse_peer_id(name)
+    folder = out if out is not None else Path(f"run-{identity.peer_id[-6:]}")
+    manifest, spec = _fetch(address, key_file, folder, trust_task)
+    _describe(manifest, spec)
+    door = Door(listen=door.listen, announce=door.announce, peers=(address, *door.peers))
+    settings = _make_settings(folder, door, manifest, spec)
+    settings.on_event = on_event
+    return _take_part(manifest, key_file, spec, settings)
+
+
+# ---- Taking part
+
+
+def _take_part(manifest: NetworkManifest, key_file: Path, spec: str, settings: Settings) -> Outcome:
+    task = load_task(spec, dict(manifest.task.options))
+    prepared = prepare(manifest, task, _say)
+    settings.on_ready, settings.say = _say_where, _say
+    member = Member(manifest, prepared.config, key_file, prepared.solo, settings, prepared.gradients)
+    with _on_interrupt(member.leave):
+        return member.run()
+
+
+def _make_settings(folder: Path, door: Door, manifest: NetworkManifest, spec: str) -> Settings:
+    """Put the manifest into the peer's folder; refuse a folder of another run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, held = format_manifest(manifest), folder / MANIFEST
+    if held.exists() and format_manifest(read_network_manifest(held)) != text:
+        raise LocalError(f"{folder}: there is another run in this folder; choose another with --out")
+    write_safely(held, lambda place: place.write_text(text, encoding="utf-8"))
+    code = Path(spec.rpartition(":")[0]).read_bytes() if spec not in TASKS else b""
+    return Settings(
+        out=folder,
+        listen=door.listen,
+        announce=door.announce,
+        peers=door.peers,
+        answers={"manifest": lambda key, request: text.encode(), "task": lambda key, request: code},
+    )
+
+
+def _say(text: str) -> None:
+    print(f"phalanx: {text}", file=sys.stderr, flush=True)
+
+
+def _say_where(addresses: tuple[str, ...]) -> None:
+    for address in addresses:
+        _say(f"others reach this peer at {address}")
+
+
+@contextmanager
+def _on_interrupt(leave: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and the wish of the system to end: leave in good order; the second time, at once."""
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        _say("leaving at the end of this step, with a checkpoint; once more stops at once")
+        leave()
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- The task's code
+
+
+def _find_code(manifest: NetworkManifest, folder: Path) -> str:
+    """Where the task of a manifest is: the founder's own file must be the one that the manifest names."""
+    section = manifest.task
+    file, colon, name = section.name.rpartition(":")
+    if not colon:
+        return section.name
+    for place in (Path(file), folder / file):
+        if place.is_file():
+            _require_same_code(place.read_bytes(), section.code, str(place))
+            return f"{place}:{name}"
+    raise LocalError(f"task {section.name!r}: there is no file {file}; it belongs beside the manifest")
+
+
+def _require_same_code(code: bytes, expected: str | None, place: str) -> None:
+    found = compute_digest("code of a task", code).hex()
+    if found != expected:
+        raise LocalError(f"{place}: not the task of this run (its hash is {found[:16]}, expected {str(expected)[:16]})")
+
+
+def _fetch(address: str, key_file: Path, folder: Path, trust: str | None) -> tuple[NetworkManifest, str]:
+    """The manifest from an address, and the task to run: code from strangers only if its hash is trusted."""
+    from phalanx.network.transport import Transport
+
+    transport = Transport(key_file, bytes(32), lambda key, message: True, listen=(), peers=(address,))
+    transport.start()
+    try:
+        _say(f"asking {address} for the manifest")
+        text = transport.ask(address, "manifest", b"", _ASK_SECONDS, MAX_MANIFEST)
+        manifest = parse_network_manifest(text.decode("utf-8", "replace"), address)
+        section = manifest.task
+        if ":" not in section.name:
+            return manifest, section.name
+        code = transport.ask(address, "task", b"", _ASK_SECONDS, _MAX_CODE)
+    finally:
+        transport.close()
+    _require_same_code(code, section.code, address)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safely(folder / CODE, lambda place: place.write_bytes(code))
+    if trust != section.code:
+        raise LocalError(
+            f"the task of this run is code from its founders, written to {folder / CODE} and not run: read it, and if "
+            f"you trust it add --trust-task {section.code}"
+        )
+    return manifest, f"{folder / CODE}:{section.name.rpartition(':')[2]}"
+
+
+def _describe(manifest: NetworkManifest, spec: str) -> None:
+    """What this machine is about to run."""
+    run, net = manifest.run, manifest.network
+    _say(
+        f"task {manifest.task.name} ({manifest.task.digest[:16]}), {run.steps} steps, batch {manifest.task.batch}, "
+        f"{manifest.optimizer.get('name')}, on {run.device} with {run.threads} threads"
+    )
+    tolerance = f"within {net.lower:g} to {net.upper:g}" if net.lower is not None else "bit for bit"
+    _say(
+        f"founded by {run.peers} peers, at most {run.byzantine} of them Byzantine; {run.validators} validators a step, "
+        f"gradients compared {tolerance}; delta {net.delta:g} s, {net.gradient_time:g} s for a gradient"
+    )

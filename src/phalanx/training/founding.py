@@ -1,0 +1,238 @@
+"""How a run between machines begins: its manifest, and what every peer checks before it takes part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from phalanx.core.config import Config
+from phalanx.core.crypto import compute_digest, parse_peer_id
+from phalanx.core.errors import LocalError
+from phalanx.core.randomness import derive_seed, gaussian_vector
+from phalanx.core.verification import WIRE_TYPES
+from phalanx.training.gradients import Gradients, describe_platform
+from phalanx.training.manifest import (
+    VERSION,
+    NetworkManifest,
+    NetworkSection,
+    RunSection,
+    TaskSection,
+    format_manifest,
+)
+from phalanx.training.optimizers import State, compute_state_digest, make_optimizer
+from phalanx.training.planning import CAP, make_clipping, make_settings, measure_scales
+from phalanx.training.solo import Solo
+from phalanx.training.task import Task
+from phalanx.training.tasks import load_task
+
+DELTA = 2.0
+BANDWIDTH = 100.0
+"""Megabits a second that every peer should have."""
+_SLACK = 5.0  # a gradient may take so many times longer than where it was measured
+_TRANSFERS = 3.0  # a transfer so many times longer than the bandwidth allows
+_TIMED = 3  # gradients that are timed
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a peer needs to take part, all of it checked."""
+
+    config: Config
+    gradients: Gradients
+    solo: Solo
+    gradient_seconds: float
+
+
+def make_network_manifest(
+    task: str,
+    founders: Sequence[str],
+    *,
+    byzantine: int = 0,
+    validators: int = 1,
+    outages: int = 0,
+    steps: int | None = None,
+    seed: int = 0,
+    batch: int | None = None,
+    options: Mapping[str, str] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    method: str | None = None,
+    clip: float | None = None,
+    tau: float | str = "auto",
+    wire: str = "float32",
+    device: str = "cpu",
+    threads: int | None = None,
+    delta: float = DELTA,
+    gradient_time: float | None = None,
+    transfer_time: float | None = None,
+    bandwidth: float = BANDWIDTH,
+    quorum: str = "majority",
+    tolerance: tuple[float, float] | None = None,
+    probation: int = 12,
+    newcomer_probation: int = 0,
+    admissions: int = 1,
+) -> NetworkManifest:
+    """A manifest for ``founders`` (peer ids), with scales and times as measured on this machine."""
+    for text in founders:
+        parse_peer_id(text)
+    peers = len(founders)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    chosen = load_task(task, dict(options or {}))
+    chosen = replace(chosen, batch=batch) if batch is not None else chosen
+    gradients = Gradients(chosen, seed, device)
+    gradients.require_repeatable()
+    settings, steps = make_settings(chosen, optimizer or {}, method, steps)
+    length, scale = measure_scales(gradients, peers, seed)
+    if method == "btard-clipped-sgd" and clip is None:
+        raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (--clip)")
+    solo = Solo(gradients, make_optimizer(settings, steps, gradients.sizes))
+    bytes_moved = 2 * gradients.size * WIRE_TYPES.get(wire, torch.float32).itemsize
+    manifest = NetworkManifest(
+        version=VERSION,
+        task=TaskSection(
+            name=task,
+            options=dict(options or {}),
+            digest=chosen.digest,
+            batch=chosen.batch,
+            code=compute_code_digest(task),
+        ),
+        run=RunSection(
+            peers=peers,
+            byzantine=byzantine,
+            validators=validators,
+            outages=outages,
+            steps=steps,
+            seed=seed,
+            wire=wire,
+            device=device,
+            threads=torch.get_num_threads(),
+            method=method or "none",
+        ),
+        clipping=make_clipping(tau, peers, byzantine, validators, scale, clip if clip is not None else CAP * length),
+        optimizer=settings,
+        network=NetworkSection(
+            founders=list(founders),
+            delta=delta,
+            gradient_time=gradient_time or round(max(1.0, _SLACK * time_gradient(solo)), 1),
+            transfer_time=transfer_time or round(max(1.0, _TRANSFERS * 8 * bytes_moved / (bandwidth * 1e6)), 1),
+            quorum=quorum,  # type: ignore[arg-type]
+            lower=tolerance[0] if tolerance is not None else None,
+            upper=tolerance[1] if tolerance is not None else None,
+            platform=describe_platform(device),
+            probation=probation,
+            newcomer_probation=newcomer_probation,
+            admissions=admissions,
+            state=solo.start_digest.hex(),
+            conformance=compute_conformance(solo),
+        ),
+    )
+    manifest.make_config(manifest.founders, gradients.size, solo.start_digest).check()
+    return manifest
+
+
+def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None]) -> Prepared:
+    """Check that this machine holds the same data and computes the same; :class:`LocalError` says what differs."""
+    section, run, net = manifest.task, manifest.run, manifest.network
+    task = replace(task, batch=section.batch)
+    if task.digest != section.digest:
+        raise LocalError(
+            f"task {section.name!r}: the data here is not the run's (content hash {task.digest[:16]}, expected "
+            f"{section.digest[:16]}); get the same files"
+        )
+    if torch.get_num_threads() != run.threads and net.lower is None:
+        torch.set_num_threads(run.threads)
+    here = describe_platform(run.device)
+    if net.lower is None and here != net.platform:
+        raise LocalError(
+            f"this machine computes gradients otherwise than the run's: it is {here}, and the run, which compares them "
+            f"bit for bit, has {net.platform}; take part from such a machine, or found a run with a tolerance"
+        )
+    gradients = Gradients(task, run.seed, run.device)
+    gradients.require_repeatable()
+    solo = Solo(gradients, make_optimizer(manifest.optimizer, run.steps, gradients.sizes))
+    if solo.start_digest.hex() != net.state:
+        raise LocalError(
+            "the initial parameters differ from the run's: the software here draws others; install the versions that "
+            "the founders have"
+        )
+    if compute_conformance(solo) != net.conformance:
+        raise LocalError(
+            "one update of the optimizer gives other bits here than for the founders: this platform cannot take part"
+        )
+    seconds = time_gradient(solo)
+    if seconds > net.gradient_time:
+        raise LocalError(
+            f"a gradient takes {seconds:.1f} s here, and the run allows {net.gradient_time:g} s: this machine would be "
+            "removed as too slow; take a faster one, or more of its cores"
+        )
+    if seconds > 0.5 * net.gradient_time:
+        say(f"a gradient takes {seconds:.1f} s here, more than half of the {net.gradient_time:g} s that the run allows")
+    config = manifest.make_config(manifest.founders, gradients.size, solo.start_digest).check()
+    return Prepared(config, gradients, solo, seconds)
+
+
+def time_gradient(solo: Solo) -> float:
+    """Seconds for a gradient on this machine; the first one, which warms up, does not count."""
+    taken = []
+    for number in range(1 + _TIMED):
+        begun = time.perf_counter()
+        solo.compute_gradient(0, derive_seed(bytes(32), "timing", number.to_bytes(8, "little")))
+        taken.append(time.perf_counter() - begun)
+    return median(taken[1:])
+
+
+def compute_conformance(solo: Solo) -> str:
+    """The digest of the state after one update with a known vector: equal wherever the arithmetic is."""
+    vector = gaussian_vector(derive_seed(bytes(32), "conformance"), len(solo.start.parameters))
+    vector = vector.to(solo.start.parameters.device)
+    state = State(vector.clone(), solo.start.slots)
+    return compute_state_digest(solo.optimizer.update(state, vector, 0)).hex()
+
+
+def compute_code_digest(task: str) -> str | None:
+    """The hash of a task's file; None for a built-in task."""
+    file, colon, _ = task.rpartition(":")
+    if not colon:
+        return None
+    try:
+        return compute_digest("code of a task", Path(file).read_bytes()).hex()
+    except OSError as error:
+        raise LocalError(f"task {task!r}: {file}: {error.strerror}") from None
+
+
+_COMMENTS = {
+    "[task]": "What is trained. A peer whose data or code differs is told so before it starts.",
+    "[run]": "The swarm: at most `byzantine` members may do anything; `validators` check others in each step;\n"
+    "# up to `outages` honest members may be away at the same time. validators + outages <= peers - 2 byzantine - 1.",
+    "[clipping]": "CenteredClip. Without `tau` it follows the agreed scale of gradients between floor and ceiling.",
+    "[network]": "Founders by their peer ids (phalanx keygen prints them). Times are in seconds.",
+    "delta": "within this a message between honest peers arrives: generous, since removals rest on it",
+    "gradient_time": "allowed for one gradient",
+    "transfer_time": "allowed for moving the parts of a gradient, and for the arithmetic on them",
+    "quorum": 'or "partition-safe": halts on both sides of a split network, needs byzantine < peers / 3',
+    "platform": "recomputation is bit for bit on this platform; with `lower` and `upper`, relative distances, on any",
+    "probation": "steps that a returning member computes without weight",
+    "newcomer_probation": "the same for a newcomer; 0: as the odds of catching a cheat ask for",
+    "admissions": "newcomers on probation at the same time",
+    "state": "digest of the initial parameters and optimizer state",
+    "conformance": "digest after one known update: shows that a platform's arithmetic is the run's",
+}
+
+
+def format_commented(manifest: NetworkManifest) -> str:
+    """The manifest with a word on what its numbers mean."""
+    lines = []
+    for line in format_manifest(manifest).splitlines():
+        name = line.partition(" =")[0]
+        if line in _COMMENTS:
+            lines += [f"# {_COMMENTS[line]}"]
+        elif name in _COMMENTS:
+            lines += [f"# {name}: {_COMMENTS[name]}"]
+        lines.append(line)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,404 @@
+"""A peer's lifetime in a run between machines: from its folder to the end of the run, or until it leaves.
+
+The folder holds the manifest, the journal of what was signed, the peer's event log, the transcript and checkpoints.
+Starting again in the same folder goes on from there: from the last checkpoint, with the journal's word for all that was
+signed since, so that whoever was killed in the middle of a step never says anything twice.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from phalanx import __version__, events
+from phalanx.attacks import Attack, Insider, Plot
+from phalanx.core import events as notes
+from phalanx.core.config import Config
+from phalanx.core.crypto import Identity, format_peer_id
+from phalanx.core.effects import Leave, Story
+from phalanx.core.envelope import Examiner
+from phalanx.core.errors import LocalError
+from phalanx.core.justice import LEFT
+from phalanx.core.membership import View, compute_batch_seed, encode_view
+from phalanx.core.memory import Link, Memory, recall, remember, remember_notes, take_down
+from phalanx.core.messages import Phase, PullChain
+from phalanx.core.peer import Peer
+from phalanx.core.step import make_peer, run_made_peer
+from phalanx.core.verification import WIRE_TYPES
+from phalanx.events import Event
+from phalanx.network.journal import Journal
+from phalanx.network.live import Driver, Inbox
+from phalanx.network.transport import Transport
+from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint
+from phalanx.training.gradients import describe_platform
+from phalanx.training.manifest import NetworkManifest
+from phalanx.training.recorder import EVENTS, Recorder
+from phalanx.training.solo import Solo
+
+JOURNAL = "journal.bin"
+_INBOX = 1 << 27
+_KNOCK = 0.25  # seconds between two looks at who is there
+_LINGER = 10.0  # times delta, for those who are not as far when the run ends
+_GOODBYE = 12.0  # times delta: longer than that nobody waits to be let go
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a peer's part in a run ended."""
+
+    peer_id: str
+    steps: int
+    """That are final, as far as this peer knows."""
+    final_metric: float | None
+    metric_name: str
+    state_digest: str | None
+    member: bool
+    banned: bool
+    finished: bool
+    """Whether the run came to its end."""
+    out: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class Settings:
+    """What is one peer's own business."""
+
+    out: Path
+    listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: Sequence[str] = ()
+    peers: Sequence[str] = ()
+    """Addresses of some who are in the run."""
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    attack: Attack | None = None
+    """What this peer does to the others, for experiments."""
+    colluders: Sequence[bytes] = ()
+    plot_seed: int = 0
+    on_event: Callable[[Event], None] | None = None
+    patience: float = 600.0
+    """Seconds to wait for the other founders."""
+    say: Callable[[str], None] = lambda text: None
+    on_ready: Callable[[tuple[str, ...]], None] | None = None
+    """Called with this peer's addresses when it can be reached."""
+    answers: dict[str, Callable[[bytes, bytes], bytes]] = field(default_factory=dict)
+    """What strangers may ask for: the manifest, the code of the task."""
+
+
+class Member:
+    """One peer of a run, in this process."""
+
+    def __init__(
+        self, manifest: NetworkManifest, config: Config, key_file: Path, solo: Solo, settings: Settings, evaluator: Any
+    ) -> None:
+        self._manifest, self._config, self._settings, self._solo = manifest, config, settings, solo
+        self._identity = Identity.load(key_file)
+        self._key = self._identity.key
+        self._index = {key: place for place, key in enumerate(config.founders)}
+        self._told: set[tuple[Any, ...]] = set()
+        self._leaving = self._left = False
+        self._finished = self._banned = self._stopping = False
+        self._say = settings.say
+        self._sent, self._began = 0, time.monotonic()
+        settings.out.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(settings.out / JOURNAL, config.run)
+        self._recorder = self._make_recorder(evaluator)
+        self._inbox = Inbox(_INBOX)
+        self._transport = Transport(
+            key_file,
+            config.run,
+            self._inbox.put,
+            listen=settings.listen,
+            announce=settings.announce,
+            peers=settings.peers,
+        )
+        for what, answerer in settings.answers.items():
+            self._transport.answer(what, answerer)
+        self._peer = self._make_peer()
+        self._view = self._peer.view
+        self._driver = Driver(
+            config.run, self._identity, solo, self._journal, self._transport, self._on_note, self._inbox
+        )
+
+    def run(self) -> Outcome:
+        """Take part until the run ends or this peer has left."""
+        try:
+            self._transport.start()
+            self._meet(self._view)
+            if self._settings.on_ready is not None:
+                self._settings.on_ready(self._transport.addresses)
+            together = self._await_founders()
+            self._driver.run(self._make_story(together))
+        finally:
+            self._transport.close()
+            self._recorder.close()
+            self._journal.close()
+        return self._sum_up()
+
+    def leave(self) -> None:
+        """Say goodbye at the next step boundary; the second time, stop at once. Any thread, or a signal handler."""
+        if self._leaving or self._finished or self._key not in self._view.roster or self._peer.entered == 0.0:
+            self.stop()
+            return
+        self._leaving = True
+        self._inbox.put(None, Leave())
+        deadline = time.monotonic() + _GOODBYE * self._config.delta + self._config.gradient_time
+        self._inbox.call(lambda: self._give_up_at(deadline))
+
+    def stop(self) -> None:
+        """End now, without goodbye."""
+        self._stopping = True
+        self._driver.stop()
+
+    def _give_up_at(self, deadline: float) -> None:
+        """Nobody may be there to let this peer go."""
+        from threading import Timer
+
+        timer = Timer(max(0.0, deadline - time.monotonic()), self._driver.stop)
+        timer.daemon = True
+        timer.start()
+
+    # ---- Starting
+
+    def _make_recorder(self, evaluator: Any) -> Recorder:
+        settings, steps = self._settings, self._manifest.run.steps
+        resumes = (settings.out / EVENTS).exists()
+        recorder = Recorder(
+            evaluator,
+            steps=steps,
+            evaluate_every=settings.evaluate_every or max(1, steps // 40),
+            checkpoint_every=settings.checkpoint_every or max(1, steps // 20),
+            out=settings.out,
+            resume=resumes,
+            on_event=settings.on_event,
+            stop=lambda step: self._left,
+            timed=True,
+        )
+        if not recorder.events:
+            recorder.add(self._announce(evaluator))
+        for event in recorder.events:
+            if isinstance(event, events.Joined):
+                self._index.setdefault(bytes.fromhex(event.key), len(self._index))
+        return recorder
+
+    def _announce(self, evaluator: Any) -> events.RunStarted:
+        run, config = self._manifest.run, self._config
+        return events.RunStarted(
+            run=config.run.hex(),
+            task=self._manifest.task.name,
+            peers=run.peers,
+            byzantine=run.byzantine,
+            attack=None,
+            start=None,
+            every=None,
+            defense="phalanx",
+            steps=run.steps,
+            validators=run.validators,
+            seed=run.seed,
+            size=config.size,
+            metric_name=evaluator.task.metric_name,
+            higher_is_better=evaluator.task.higher_is_better,
+            keys=[key.hex() for key in config.founders],
+            attackers=[],
+            software={
+                "phalanx": __version__,
+                "python": platform.python_version(),
+                "platform": describe_platform(run.device),
+            },
+            number_bytes=WIRE_TYPES[run.wire].itemsize,
+            clock="wall",
+        )
+
+    def _make_peer(self) -> Peer:
+        """From the last checkpoint, or with the founders."""
+        latest = find_latest(self._settings.out)
+        checkpoint = read_checkpoint(latest) if latest is not None else None
+        if checkpoint is None or checkpoint.memory is None:
+            return make_peer(self._config, self._key, Examiner())
+        if checkpoint.run != self._config.run:
+            raise LocalError(f"{latest}: a checkpoint of another run; choose another folder for this one")
+        peer = make_peer(self._config, self._key, Examiner(), checkpoint.memory.view)
+        recall(peer, checkpoint.memory, checkpoint.notes.get(self._key))
+        state = checkpoint.states[checkpoint.step]
+        self._solo.states = {checkpoint.step: (peer.view.state, state)}
+        if any(isinstance(event, events.StepFinished) for event in self._recorder.events):
+            self._recorder.add(events.Resumed(checkpoint.step))
+        return peer
+
+    def _await_founders(self) -> bool:
+        """Wait until all founders are here, if this is the beginning. Whether they are."""
+        founders, key = set(self._config.founders), self._key
+        if not self._journal.is_new or key not in founders or self._peer.view.step > 0:
+            return False
+        others, said = founders - {key}, -1
+        patience = time.monotonic() + self._settings.patience
+        while not others <= self._inbox.heard and not self._stopping:
+            missing = len(others - self._inbox.heard)
+            if missing != said:
+                said = missing
+                self._say(f"waiting for {missing} of {len(others)} other founders")
+            if time.monotonic() > patience:
+                self._say(f"{missing} founders did not come; starting without them")
+                return False
+            self._transport.send(others, PullChain(0))
+            time.sleep(_KNOCK)
+        return True
+
+    def _make_story(self, together: bool) -> Story:
+        peer, attack = self._peer, self._settings.attack
+        story = run_made_peer(peer, returning=not together)
+        if attack is None:
+            return story
+        plot = Plot(keys=set(self._settings.colluders), random=Random(self._settings.plot_seed))
+        return attack.wrap(story, Insider(self._identity, self._config, plot, oracle=self._solo))
+
+    # ---- Watching
+
+    def _on_note(self, event: Any) -> None:
+        match event:
+            case notes.AttemptStarted():
+                self._meet(event.view)
+            case notes.StepFinished():
+                self._finish_step(event)
+            case notes.Jumped():
+                self._meet(event.view)
+            case notes.Banned() if self._is_news("banned", event.key):
+                self._recorder.add(events.make_banned(event, self._index))
+            case notes.Removed() if self._is_news("removed", event.key, event.step):
+                self._tell_removed(event)
+            case notes.SlowPath() if self._is_news("slow path", event.height):
+                self._recorder.add(events.SlowPathOpened(event.step, event.phase.name))
+            case notes.MarginLost() if self._is_news("margin", event.missing):
+                self._recorder.add(events.MarginLost(event.step, event.missing))
+            case notes.RunFinished():
+                self._finish_run(event.view)
+
+    def _is_news(self, *what: Any) -> bool:
+        fresh = what not in self._told
+        self._told.add(what)
+        return fresh
+
+    def _meet(self, view: View) -> None:
+        """The roster as it is now: whom the transport takes more from than from strangers, and whom nothing at all."""
+        for key in view.roster:
+            if key not in self._index:
+                self._index[key] = len(self._index)
+        if self._told and set(view.roster) - set(self._view.roster):
+            self._tell_joined(view)
+        self._view = view
+        self._told.add(("met",))
+        known = {*view.roster, *self._view.roster, *(c.key for c in view.candidates)}
+        self._transport.set_circle(frozenset(known - {self._key}), frozenset(view.banned))
+        if self._key in view.banned:
+            self._banned = True
+            self._driver.stop()
+
+    def _tell_joined(self, view: View) -> None:
+        for key in view.roster:
+            if key not in self._view.roster and self._is_news("joined", key, view.step):
+                self._recorder.add(events.Joined(view.step, self._index[key], key.hex()))
+
+    def _tell_removed(self, event: notes.Removed) -> None:
+        place, text = self._index.setdefault(event.key, len(self._index)), event.key.hex()
+        left = event.reason == LEFT
+        self._recorder.add(
+            events.Left(event.step, place, text) if left else events.Removed(event.step, place, text, event.reason)
+        )
+        self._left = self._left or (self._leaving and event.key == self._key)
+
+    def _finish_step(self, event: notes.StepFinished) -> None:
+        view, peer = event.view, self._peer
+        self._meet(view)
+        epochs = [epoch for place, epoch in sorted(peer.transcripts.items()) if place[0] == event.step]
+        self._recorder.write_transcript([take_down(peer, epoch) for epoch in epochs if Phase.COMMIT in epoch.phases])
+        total = self._transport.traffic.total
+        sent, now = total.payload + total.rest, time.monotonic()
+        last = epochs[-1].view if epochs else None
+        self._recorder.add(
+            events.StepFinished(
+                step=event.step,
+                attempt=last.attempt if last is not None else view.attempt,
+                members=len(last.roster) if last is not None else len(view.roster),
+                loss=self._find_loss(last) if last is not None else None,
+                tau=view.tau,
+                bytes_sent=sent - self._sent,
+                seconds=now - self._began,
+                state=view.state.hex(),
+            )
+        )
+        self._sent, self._began = sent, now
+        held = self._solo.states.get(view.step)
+        if self._left:
+            self._driver.stop()
+        if held is None or held[0] != view.state:  # it has to be fetched first
+            return
+        if self._recorder.is_evaluation_due(view.step):
+            self._evaluate(view.step)
+        if self._recorder.is_checkpoint_due(view.step) and view.step < self._config.steps:
+            self._checkpoint(view)
+
+    def _find_loss(self, view: View) -> float | None:
+        seed = compute_batch_seed(self._config, view.randomness, view.step, self._key)
+        return self._solo.losses.get((view.step, seed))
+
+    def _evaluate(self, step: int) -> None:
+        parameters = self._solo.states[step][1].parameters
+        self._driver.work(
+            lambda: self._solo.evaluate(parameters), lambda metric: self._recorder.add_metric(step, metric)
+        )
+
+    def _checkpoint(self, view: View) -> None:
+        """What this peer needs to start again from this view."""
+        held, peer = self._solo.states.get(view.step), self._peer
+        if held is None or held[0] != view.state or peer.view != view:
+            return
+        commits = peer.transcript.phases.get(Phase.COMMIT)
+        memory = remember(peer)
+        here = (Link(encode_view(view), tuple(letter.message for letter in commits.values())),) if commits else ()
+        self._recorder.write_checkpoint(
+            Checkpoint(
+                run=self._config.run,
+                step=view.step,
+                states={view.step: held[1]},
+                memory=Memory(encode_view(view), memory.epochs, (), memory.links + here),
+                notes={self._key: remember_notes(peer)},
+            )
+        )
+
+    def _finish_run(self, view: View) -> None:
+        """The last state is checked by everybody: release it, and stay a little for those who are not as far."""
+        if self._finished:
+            return
+        self._finished = True
+        held = self._solo.states[view.step]
+        self._recorder.metric = self._solo.evaluate(held[1].parameters)
+        peer = self._peer
+        closing = [
+            take_down(peer, epoch)
+            for place, epoch in sorted(peer.transcripts.items())
+            if place[0] == view.step and Phase.CONFIRM in epoch.phases
+        ]
+        self._recorder.write_transcript(closing)
+        self._checkpoint(view)
+        self._give_up_at(time.monotonic() + _LINGER * self._config.delta)
+
+    def _sum_up(self) -> Outcome:
+        steps = [event for event in self._recorder.events if isinstance(event, events.StepFinished)]
+        return Outcome(
+            peer_id=format_peer_id(self._key),
+            steps=max((event.step + 1 for event in steps), default=0),
+            final_metric=self._recorder.metric,
+            metric_name=next(e for e in self._recorder.events if isinstance(e, events.RunStarted)).metric_name,
+            state_digest=self._view.state.hex(),
+            member=self._key in self._view.roster,
+            banned=self._banned,
+            finished=self._finished,
+            out=str(self._settings.out),
+        )

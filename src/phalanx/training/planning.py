@@ -1,0 +1,73 @@
+"""Numbers that a run is started with: settings of the optimizer, and scales measured on public batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+
+from phalanx.core.errors import LocalError
+from phalanx.core.partition import split_parts
+from phalanx.core.randomness import derive_seed
+from phalanx.training.gradients import Gradients
+from phalanx.training.manifest import ClippingSection
+from phalanx.training.optimizers import METHODS, make_optimizer
+from phalanx.training.task import Task
+
+CAP = 100.0
+"""No gradient may be longer than so many times the usual length."""
+_SAMPLES = 8  # gradients from which scales are measured
+_RANGE = 1e3  # by which an automatic tau may move from its start, up and down
+_RECIPE = ("steps", "tau", "optimizer")  # of a task's recipe; the rest are settings of the optimizer
+
+
+def make_settings(
+    task: Task, changes: Mapping[str, Any], method: str | None, steps: int | None
+) -> tuple[dict[str, Any], int]:
+    """The optimizer's settings, and how many steps."""
+    recipe = dict(task.recipe)
+    chosen = steps if steps is not None else recipe.get("steps", 400)
+    if method is not None and method not in METHODS:
+        raise LocalError(f"method {method!r} is unknown; expected one of {', '.join(METHODS)}")
+    name = changes.get("name", METHODS[method].optimizer if method is not None else recipe.get("optimizer", "sgd"))
+    own = {key: value for key, value in recipe.items() if key not in _RECIPE}
+    if name != recipe.get("optimizer", "sgd"):  # what suits one optimizer does not suit another
+        own = {key: own[key] for key in ("rate",) if key in own}
+        own |= {"first_stage": max(1, chosen // 7)} if name == "restarted" else {}
+    if own.get("warmup", 0) > chosen:
+        own["warmup"] = chosen
+    settings = {"name": name, "rate": 0.1, **own, **changes}
+    make_optimizer(settings, chosen)
+    return settings, chosen
+
+
+def measure_scales(gradients: Gradients, peers: int, seed: int) -> tuple[float, float]:
+    """How long gradients are before the first step, and how far their parts lie from their mean: public batches."""
+    base = derive_seed(str(seed).encode(), "scales before a run")
+    seeds = [derive_seed(base, "sample", place.to_bytes(8, "little")) for place in range(_SAMPLES)]
+    rows = torch.stack([gradients.compute(gradients.start, seed) for seed in seeds]).double()
+    if gradients.size < peers:
+        raise LocalError(f"task {gradients.task.name!r}: {gradients.size} parameters cannot be cut into {peers} parts")
+    parts = [[float(part.norm()) for part in split_parts(row, peers)] for row in rows - rows.mean(0)]
+    length = median(float(row.norm()) for row in rows)
+    if not math.isfinite(length):
+        raise LocalError(f"task {gradients.task.name!r}: the gradient at the initial parameters is not finite")
+    scale = median(median(column) for column in zip(*parts, strict=True))
+    return length or 1.0, scale or 1.0
+
+
+def make_clipping(
+    tau: float | str, peers: int, byzantine: int, validators: int, scale: float, cap: float
+) -> ClippingSection:
+    if tau != "auto":
+        try:
+            return ClippingSection(tau=float(tau), cap=cap)
+        except (TypeError, ValueError):
+            raise LocalError(f"tau: expected 'auto' or a positive number, got {tau!r}") from None
+    room = (peers - validators - byzantine) / byzantine if byzantine else 1.0
+    multiple = max(min(1.0, 0.9 * room), 1e-6)
+    start = multiple * scale
+    return ClippingSection(multiple=multiple, start=start, floor=start / _RANGE, ceiling=start * _RANGE, cap=cap)

@@ -1,0 +1,91 @@
+"""The next gradient starts while the step is verified: what is foreseen is asked for, and undoing costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.attacks import load_attack
+from phalanx.core.effects import ComputeGradient, Foresee
+from phalanx.core.events import StepFinished
+from phalanx.network.simulated import Links, World
+from phalanx.simulation.swarm import Setup, Swarm
+
+STEPS, GRADIENT = 8, 0.8
+
+
+class Counting:
+    """Counts the gradients of honest members that were asked for, and those that had been foreseen."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[int, bool]] = []
+        start = World._start_work
+
+        def watch(world: World, peer: Any, work: ComputeGradient) -> int:
+            self.asked.append((work.step, (work.step, work.seed) in peer.foreseen))
+            return start(world, peer, work)
+
+        monkeypatch.setattr(World, "_start_work", watch)
+
+
+def run(attack: str | None = None, **settings: Any) -> Swarm:
+    attackers = {2: load_attack(attack)} if attack is not None else {}
+    setup = Setup(
+        founders=7,
+        settings={"byzantine": 2, "validators": 2, "size": 64, "steps": STEPS} | settings,
+        attackers=attackers,
+        compute_time=GRADIENT,
+    )
+    swarm = Swarm(setup, 5, Links(low=0.1, high=0.2), keep_events=True)
+    swarm.run(2000.0)
+    return swarm
+
+
+def find_end(swarm: Swarm) -> float:
+    return max(time for time, event in swarm.events[swarm.keys[0]] if isinstance(event, StepFinished))
+
+
+def find_views(swarm: Swarm) -> list[bytes]:
+    told = swarm.events[swarm.keys[0]]
+    return [event.view.digest for _, event in told if isinstance(event, StepFinished)]
+
+
+def test_every_gradient_after_the_first_step_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(monkeypatch)
+    run()
+    steps = [step for step, _ in counting.asked]
+    late = counting.asked[5 : steps.index(STEPS - 1)]  # five contribute to the first step; at the end everybody votes
+    assert len(late) == 7 * (STEPS - 2)
+    assert all(foreseen for _, foreseen in late)
+
+
+def test_a_step_is_shorter_and_otherwise_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = run()
+    monkeypatch.setattr(World, "_perform_foresee", lambda world, peer, effect: None)
+    slow = run()
+    assert find_views(fast) == find_views(slow)
+    assert len(find_views(fast)) == STEPS
+    assert find_end(fast) < find_end(slow) - 0.1 * STEPS
+
+
+@pytest.mark.parametrize("attack", ["wrong_aggregate@3", "wrong_reveal@3", "wrong_gradient@2"])
+def test_what_was_foreseen_from_an_undone_state_is_not_used(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attacker is banned in mid-run: states, rosters and bans are those of a run that foresees nothing."""
+    fast = run(attack)
+    monkeypatch.setattr(World, "_perform_foresee", lambda world, peer, effect: None)
+    assert find_views(fast) == find_views(run(attack))
+    assert len(find_views(fast)) == STEPS
+
+
+def test_nothing_is_foreseen_beyond_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    perform = World._perform_foresee
+
+    def watch(world: World, peer: Any, effect: Foresee) -> None:
+        seen.extend(work.step for work in effect.find())
+        perform(world, peer, effect)
+
+    monkeypatch.setattr(World, "_perform_foresee", watch)
+    run()
+    assert max(seen) == STEPS - 1
