@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -30,6 +30,7 @@ from phalanx.training.recorder import EVENTS
 from phalanx.training.simulate import Result, summarize
 
 OUTPUT = "output.log"
+Launcher: TypeAlias = Callable[..., subprocess.Popen[bytes]]
 _PAUSE = 0.05
 _PATIENCE = 120.0
 """Seconds without news from anybody, beyond the run's own deadlines, after which a swarm is given up."""
@@ -110,16 +111,16 @@ class Process:
     def finished(self) -> events.RunFinished | None:
         return next((event for event in reversed(self.told) if isinstance(event, events.RunFinished)), None)
 
-    def launch(self, words: Sequence[str]) -> None:
+    def launch(self, words: Sequence[str], start: Launcher) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with open(self.folder / OUTPUT, "ab") as output:
-            self.popen = subprocess.Popen(
+            self.popen = start(
+                self.place,
                 [sys.executable, "-m", "phalanx", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C is for the swarm, which tells them
             )
 
@@ -130,6 +131,20 @@ class Process:
     def kill(self) -> None:
         self.send(signal.SIGKILL)
         self.killed = True
+
+
+def _start_here(place: int, words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(words, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """Where processes run: on this machine's loopback, unless tests have other places for them."""
+
+    launch: Launcher = _start_here
+    """Starts the process of a place."""
+    host: Callable[[int], str] = lambda place: "127.0.0.1"
+    """A place's address."""
 
 
 class Swarm:
@@ -144,7 +159,9 @@ class Swarm:
         joins: Sequence[tuple[int, int]],
         on_event: Callable[[Event], None],
         extra: Mapping[int, Sequence[str]] | None = None,
+        ground: Ground = Ground(),  # noqa: B008 (it is frozen)
     ) -> None:
+        self._ground = ground
         self._out, self._peers, self._attackers = out, peers, attackers
         self._kills, self._joins, self._on_event = list(kills), list(joins), on_event
         self._extra = dict(extra or {})  # words for a peer's first start
@@ -166,7 +183,7 @@ class Swarm:
         key_file = folder / "peer.key"
         identity = Identity.generate()
         identity.save(key_file)
-        address = f"/ip4/127.0.0.1/tcp/{_find_port()}/p2p/{identity.peer_id}"
+        address = f"/ip4/{self._ground.host(place)}/tcp/{_find_port()}/p2p/{identity.peer_id}"
         return Process(place, folder, key_file, identity, address)
 
     def run(self, patience: float, should_stop: Callable[[], bool]) -> bool:
@@ -193,7 +210,7 @@ class Swarm:
         process.follower = LogFollower(process.folder / "run" / EVENTS)
         process.killed = False
         if process.place >= self._peers:
-            process.launch(["join", known.address, *common])
+            process.launch(["join", known.address, *common], self._ground.launch)
             return
         words = ["start", str(self._manifest), *common, "--peer", known.address, *self._extra.pop(process.place, ())]
         if process.place in self._attackers.places:
@@ -201,7 +218,7 @@ class Swarm:
             words += ["--every", str(self._attackers.every)]
             for place in self._attackers.places:
                 words += ["--colluder", self.processes[place].identity.peer_id]
-        process.launch(words)
+        process.launch(words, self._ground.launch)
 
     def _is_honest(self, process: Process) -> bool:
         return process.place not in self._attackers.places

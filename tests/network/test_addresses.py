@@ -69,7 +69,7 @@ def test_an_address_may_lead_through_a_relay() -> None:
         f"/ip4/203.0.113.5/tcp/65536/p2p/{ALICE.peer_id}",
         f"/ip4/203.0.113.5/tcp/-1/p2p/{ALICE.peer_id}",
         f"/ip4/203.0.113.5/tcp//p2p/{ALICE.peer_id}",
-        f"/ip4/203.0.113.5/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+        "/ip4/203.0.113.5/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
         f"/unix/etc/passwd/p2p/{ALICE.peer_id}",
         f"/dns4/-example.org/tcp/1/p2p/{ALICE.peer_id}",
         f"/dns4/{'a' * 300}/tcp/1/p2p/{ALICE.peer_id}",

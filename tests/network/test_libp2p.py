@@ -131,9 +131,8 @@ def test_what_is_wrong_with_the_start_is_said(tmp_path: Path, monkeypatch: pytes
         asyncio.run(Daemon.start(path, listen=[listen]))
 
     key = save(tmp_path, "a")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(LocalError, match="already in use"):
-            start(key, f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(LocalError, match="already in use"):
+        start(key, f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}")
     with pytest.raises(LocalError, match="not an address"):
         start(key, "127.0.0.1:4001")
     with pytest.raises(LocalError, match="not one of this machine's"):

@@ -761,8 +761,9 @@ def test_a_peer_that_was_stopped_goes_on_from_its_journal(tmp_path: Path, phase:
     stopped = Event()
 
     def stop_once(sender: bytes, message: Message) -> None:
-        if sender == victim.key and isinstance(message, Signed) and not stopped.is_set():
-            if (message.sender, message.step, message.phase) == (sender, 1, phase):
+        if isinstance(message, Signed) and not stopped.is_set():
+            is_it = (sender, message.sender, message.step, message.phase) == (victim.key, victim.key, 1, phase)
+            if is_it:
                 stopped.set()
                 town.drivers[sender].stop()
 
