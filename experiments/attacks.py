@@ -37,13 +37,14 @@ def run_once(job: Job) -> dict[str, Any]:
 
 def make_jobs(options: argparse.Namespace) -> list[tuple[str, Job]]:
     """What to run, each with the row of the table that it belongs to."""
-    common = {"steps": options.steps, "delay": options.delay}
-    common = {name: value for name, value in common.items() if value is not None}
+    common = {"steps": options.steps} if options.steps is not None else {}
     found: list[tuple[str, Job]] = []
     for seed in range(options.seeds):
         found.append(("honest", (options.task, {**common, "seed": seed})))
         attacked = {**common, "seed": seed, "byzantine": BYZANTINE, "start": options.start}
-        found += [(name, (options.task, {**attacked, "attack": name})) for name in options.attacks]
+        for name in options.attacks:
+            lag = {"delay": options.delay} if name == "delayed" else {}
+            found.append((name, (options.task, {**attacked, **lag, "attack": name})))
         if options.undefended:
             undefended = {**attacked, "attack": "sign_flip", "defense": "mean"}
             found.append(("sign_flip, mean", (options.task, undefended)))

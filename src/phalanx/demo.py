@@ -46,10 +46,14 @@ def run_demo(out: Path, settings: dict[str, Any] | None = None) -> DemoResult:
     with Duel("unprotected", "protected") as duel:
         tracks = {"mean": duel.unprotected.on_event, "phalanx": duel.protected.on_event}
 
+        def is_over(step: int) -> bool:
+            """One run failed, or was interrupted: the other one need not go on."""
+            return bool(errors)
+
         def train(defense: str) -> None:
             try:
                 follow = pace.follow(tracks[defense])
-                results[defense] = simulate("digits", **chosen, defense=defense, on_event=follow)
+                results[defense] = simulate("digits", **chosen, defense=defense, on_event=follow, stop=is_over)
             except BaseException as error:
                 errors.append(error)
             finally:

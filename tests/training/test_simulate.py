@@ -302,6 +302,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"byzantine": 8}, "byzantine: expected 0 to 7"),
     ({"steps": 0}, "steps: expected a whole number from 1, got 0"),
     ({"every": 0}, "every: expected a whole number from 1, got 0"),
+    ({"delay": 5, "attack": "alie"}, "delay: only the attack 'delayed' lags behind"),
     ({"delay": 0, "attack": "delayed"}, "delay: expected a whole number from 1"),
     ({"tau": "much"}, "tau: expected 'auto' or a positive number, got 'much'"),
     ({"tau": -1.0}, "tau: expected a positive number"),

@@ -344,7 +344,8 @@ def _decide_votes(
             voters = find_voters(transcript, suspect.step, suspect.attempt) - {suspect.key}
             verdict = _tally(transcript, case.digest, voters)
             if verdict is Verdict.GUILTY:
-                reason = "left, and its gradient was wrong"
+                left = suspect.key not in view.roster
+                reason = "left, and its gradient was wrong" if left else "its gradient was wrong when all checked it"
                 decision.ban(suspect.key, Offence(Rule.GRADIENT, suspect.step, reason, votes))
             if verdict is not None or view.step >= config.steps:  # else it is voted on again, as long as it is kept
                 acquitted.append(suspect)

@@ -385,8 +385,14 @@ def _require_possible(manifest: Manifest, config: Config) -> None:
 def _set_delay(attack: Attack, delay: int) -> Attack:
     if delay < 1:
         raise LocalError(f"delay: expected at least 1 step, got {delay}")
+    if not any(isinstance(part, Delayed) for part in list_parts(attack)):
+        raise LocalError("delay: only the attack 'delayed' lags behind; leave --delay out")
+    return _replace_delay(attack, delay)
+
+
+def _replace_delay(attack: Attack, delay: int) -> Attack:
     if isinstance(attack, Combined):
-        return replace(attack, attacks=tuple(_set_delay(part, delay) for part in attack.attacks))
+        return replace(attack, attacks=tuple(_replace_delay(part, delay) for part in attack.attacks))
     return replace(attack, delay=delay) if isinstance(attack, Delayed) else attack
 
 
