@@ -266,9 +266,11 @@ def init(
     with contextlib.redirect_stdout(sys.stderr):
         manifest = run_init(file, task, [_find_founder(text) for text in founder or ()], settings)
     if as_json:
-        _print_json({"file": str(file), "peers": manifest.run.peers, "steps": manifest.run.steps})
+        _print_json({"file": str(file), "run": manifest.name, "peers": manifest.run.peers, "steps": manifest.run.steps})
     else:
-        print(f"written to {file}: read it, give it to every founder, then: phalanx start {file} --key KEY")
+        print(
+            f"run {manifest.name}\nwritten to {file}: read it, give it to every founder, then: phalanx start {file} --key KEY"
+        )
 
 
 @app.command()
@@ -322,6 +324,9 @@ def join(
     trust_task: Annotated[
         str | None, typer.Option(help="The hash of the task's code, if it is not built in and you have read it.")
     ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="The run's name, if somebody you trust told you: any other is refused.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Join a run: fetch its manifest, check this machine, sync the state, pass probation, become a member."""
@@ -330,7 +335,13 @@ def join(
 
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         outcome = run_join(
-            address, key, out, _make_door(listen, announce, peer), trust_task=trust_task, on_event=progress.on_event
+            address,
+            key,
+            out,
+            _make_door(listen, announce, peer),
+            trust_task=trust_task,
+            run=run,
+            on_event=progress.on_event,
         )
     _say_outcome(outcome, as_json)
 

@@ -89,6 +89,7 @@ def run_join(
     door: Door,
     *,
     trust_task: str | None = None,
+    run: str | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Outcome:
     """Join a run that somebody at ``address`` is in."""
@@ -101,6 +102,7 @@ def run_join(
     parse_peer_id(name)
     folder = out if out is not None else Path(f"run-{identity.peer_id[-6:]}")
     manifest, spec = _fetch(address, key_file, folder, trust_task)
+    _require_run(manifest, run, address)
     _describe(manifest, spec)
     door = Door(listen=door.listen, announce=door.announce, peers=(address, *door.peers))
     settings = _make_settings(folder, door, manifest, spec)
@@ -211,9 +213,16 @@ def _fetch(address: str, key_file: Path, folder: Path, trust: str | None) -> tup
     return manifest, f"{folder / CODE}:{section.name.rpartition(':')[2]}"
 
 
+def _require_run(manifest: NetworkManifest, run: str | None, address: str) -> None:
+    """The manifest is the one that the user was told of, if it was: whoever answers could have another."""
+    if run is not None and manifest.name != run:
+        raise LocalError(f"{address} is in the run {manifest.name}, not in {run}; ask those who told you of it")
+
+
 def _describe(manifest: NetworkManifest, spec: str) -> None:
     """What this machine is about to run."""
     run, net = manifest.run, manifest.network
+    _say(f"run {manifest.name}")
     _say(
         f"task {manifest.task.name} ({manifest.task.digest[:16]}), {run.steps} steps, batch {manifest.task.batch}, "
         f"{manifest.optimizer.get('name')}, on {run.device} with {run.threads} threads"

@@ -145,6 +145,11 @@ class NetworkManifest(Plan, frozen=True, kw_only=True):
     network: NetworkSection
 
     @property
+    def name(self) -> str:
+        """What people call the run by: a hash of all that is in the manifest."""
+        return compute_digest("name of a run", format_manifest(self).encode()).hex()[:32]
+
+    @property
     def founders(self) -> tuple[bytes, ...]:
         return tuple(parse_peer_id(text) for text in self.network.founders)
 
