@@ -198,6 +198,9 @@ Announce = Annotated[
     list[str] | None, typer.Option(help="The address to tell others, if it is another; may be repeated.")
 ]
 Peer = Annotated[list[str] | None, typer.Option("--peer", help="Address of somebody in the run; may be repeated.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Of this peer's gradients, in a run with a tolerance. [default: the manifest's]")
+]
 
 
 @app.command()
@@ -269,7 +272,8 @@ def init(
         _print_json({"file": str(file), "run": manifest.name, "peers": manifest.run.peers, "steps": manifest.run.steps})
     else:
         print(
-            f"run {manifest.name}\nwritten to {file}: read it, give it to every founder, then: phalanx start {file} --key KEY"
+            f"run {manifest.name}\n"
+            f"written to {file}: read it, give it to every founder, then: phalanx start {file} --key KEY"
         )
 
 
@@ -283,6 +287,7 @@ def start(
     peer: Peer = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    threads: Threads = None,
     attack: Annotated[str | None, typer.Option(help="Cheat like this, for experiments.")] = None,
     start: Annotated[int | None, typer.Option(help="The step in which the attack begins.")] = None,
     every: Annotated[int, typer.Option(help="The attack acts in every so-many-th step.")] = 1,
@@ -309,6 +314,7 @@ def start(
             colluders=colluder or (),
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
+            threads=threads,
         )
     _say_outcome(outcome, as_json)
 
@@ -324,6 +330,7 @@ def join(
     trust_task: Annotated[
         str | None, typer.Option(help="The hash of the task's code, if it is not built in and you have read it.")
     ] = None,
+    threads: Threads = None,
     run: Annotated[
         str | None, typer.Option(help="The run's name, if somebody you trust told you: any other is refused.")
     ] = None,
@@ -341,6 +348,7 @@ def join(
             _make_door(listen, announce, peer),
             trust_task=trust_task,
             run=run,
+            threads=threads,
             on_event=progress.on_event,
         )
     _say_outcome(outcome, as_json)

@@ -64,6 +64,7 @@ def run_start(
     colluders: Sequence[str] = (),
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
+    threads: int | None = None,
 ) -> Outcome:
     """Found a run, or go on with it."""
     manifest = read_network_manifest(path)
@@ -79,7 +80,7 @@ def run_start(
     settings.on_event, settings.attack = on_event, attack
     settings.colluders = [parse_peer_id(text) for text in colluders]
     settings.evaluate_every, settings.checkpoint_every = evaluate_every, checkpoint_every
-    return _take_part(manifest, key_file, spec, settings)
+    return _take_part(manifest, key_file, spec, settings, threads)
 
 
 def run_join(
@@ -90,6 +91,7 @@ def run_join(
     *,
     trust_task: str | None = None,
     run: str | None = None,
+    threads: int | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Outcome:
     """Join a run that somebody at ``address`` is in."""
@@ -107,15 +109,17 @@ def run_join(
     door = Door(listen=door.listen, announce=door.announce, peers=(address, *door.peers))
     settings = _make_settings(folder, door, manifest, spec)
     settings.on_event = on_event
-    return _take_part(manifest, key_file, spec, settings)
+    return _take_part(manifest, key_file, spec, settings, threads)
 
 
 # ---- Taking part
 
 
-def _take_part(manifest: NetworkManifest, key_file: Path, spec: str, settings: Settings) -> Outcome:
+def _take_part(
+    manifest: NetworkManifest, key_file: Path, spec: str, settings: Settings, threads: int | None
+) -> Outcome:
     task = load_task(spec, dict(manifest.task.options))
-    prepared = prepare(manifest, task, _say)
+    prepared = prepare(manifest, task, _say, threads)
     settings.on_ready, settings.say = _say_where, _say
     member = Member(manifest, prepared.config, key_file, prepared.solo, settings, prepared.gradients)
     with _on_interrupt(member.leave):

@@ -32,6 +32,8 @@ from phalanx.training.simulate import Result, summarize
 OUTPUT = "output.log"
 Launcher: TypeAlias = Callable[..., subprocess.Popen[bytes]]
 _PAUSE = 0.05
+_CROWDED = 5.0
+"""Seconds for a gradient, at least, where all peers are on one machine."""
 _PATIENCE = 120.0
 """Seconds without news from anybody, beyond the run's own deadlines, after which a swarm is given up."""
 
@@ -162,7 +164,7 @@ class Swarm:
         ground: Ground = Ground(),  # noqa: B008 (it is frozen)
     ) -> None:
         self._ground = ground
-        self._out, self._peers, self._attackers = out, peers, attackers
+        self.folder, self._peers, self._attackers = out, peers, attackers
         self._kills, self._joins, self._on_event = list(kills), list(joins), on_event
         self._extra = dict(extra or {})  # words for a peer's first start
         count = max([peers, *(place + 1 for place, _ in joins)])
@@ -178,7 +180,7 @@ class Swarm:
         return [process.identity.peer_id for process in self.processes[: self._peers]]
 
     def _make_process(self, place: int) -> Process:
-        folder = self._out / f"peer-{place:02d}"
+        folder = self.folder / f"peer-{place:02d}"
         folder.mkdir(parents=True)
         key_file = folder / "peer.key"
         identity = Identity.generate()
@@ -324,8 +326,8 @@ class Swarm:
             for event in (*self.merged, *rest)
         ]
         if not any(isinstance(event, events.StepFinished) for event in told):
-            raise LocalError(f"no step was finished; the peers' own words are in {self._out}/peer-*/{OUTPUT}")
-        result = replace(summarize(told, {}, self._out), interrupted=not finished)
+            raise LocalError(f"no step was finished; the peers' own words are in {self.folder}/peer-*/{OUTPUT}")
+        result = replace(summarize(told, {}, self.folder), interrupted=not finished)
         honest = [process for process in self.processes if self._is_honest(process)]
         digests = {process.finished.state for process in honest if process.finished is not None}
         seconds = [event.seconds for event in told if isinstance(event, events.StepFinished) and event.step > 0]
@@ -381,6 +383,7 @@ def run_swarm(
     places = tuple(sorted(Random(seed).sample(range(peers), byzantine))) if attackers.attack != "none" else ()
     swarm = Swarm(out, peers, replace(attackers, places=places), kills, joins, on_event, extra)
     chosen = {"byzantine": byzantine, "seed": seed, "threads": 1, **settings}
+    chosen["gradient_time"] = chosen.get("gradient_time") or max(_CROWDED, peers)  # they share this machine's cores
     manifest = run_init(out / "run.toml", task, swarm.founders, chosen)
     net = manifest.network
     patience = _PATIENCE + 20 * net.delta + 4 * (net.gradient_time + net.transfer_time)

@@ -55,7 +55,7 @@ class Contacts:
         self._circle, self._limits, self._complaints, self._peers = circle, limits, complaints, tuple(peers)
         self._asking: dict[bytes, int] = {}
         self._tasks = Tasks()
-        self._wanted: set[bytes] = set()
+        self._meeting: asyncio.Task[None] | None = None
         self._last_search = -_SEARCH_PAUSE
         self.add(peers)
 
@@ -64,7 +64,9 @@ class Contacts:
         self.daemon = daemon
         for what in tuple(self.answerers):
             await self.serve(what)
-        self._tasks.spawn(self._meet())
+        if self._meeting is not None:
+            self._meeting.cancel()
+        self._meeting = self._tasks.spawn(self._meet())
 
     async def end(self) -> None:
         await self._tasks.end()
@@ -76,6 +78,8 @@ class Contacts:
         try:
             daemon = self._get_daemon()
             await daemon.connect(key, self.book.get(key))
+            if key in self._circle.members:
+                await daemon.favour(key)
             return await daemon.open_stream(key, protocol)
         except Unreachable:
             self.book.forget_hearsay(key)

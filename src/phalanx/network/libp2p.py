@@ -44,6 +44,7 @@ _MAX_REPLY = 1 << 20
 _SOCKET_BUFFER = 1 << 22
 _MAX_SOCKET_PATH = 100  # the kernel takes 107 bytes
 _OUTPUT = 4096
+_WEIGHT = 1000
 
 
 class Unreachable(LocalError):  # noqa: N818
@@ -175,7 +176,7 @@ class Daemon:
     # -- what it is asked for
 
     async def get_addresses(self) -> list[str]:
-        """Where others can find us now, best first: public addresses, then local ones, then this machine's own."""
+        """Where others can find us now; addresses that only this machine knows come last."""
         reply = await self._ask(self._schema.Request(type=self._schema.Request.IDENTIFY), 10)
         texts: list[str] = []
         for place in reply.identify.addrs:
@@ -206,10 +207,13 @@ class Daemon:
         self._acceptors[protocol] = acceptor
         await self._ask(kinds.Request(type=kinds.Request.STREAM_HANDLER, streamHandler=request), 10)
 
-    async def disconnect(self, key: bytes) -> None:
+    async def favour(self, key: bytes) -> None:
+        """Have the connection to somebody kept when there are too many: strangers' connections go first."""
         kinds = self._schema
-        request = kinds.DisconnectRequest(peer=_id_of(key))
-        await self._ask_about(key, kinds.Request(type=kinds.Request.DISCONNECT, disconnect=request), 10)
+        tag = kinds.ConnManagerRequest(
+            type=kinds.ConnManagerRequest.TAG_PEER, peer=_id_of(key), tag="phalanx", weight=_WEIGHT
+        )
+        await self._ask_about(key, kinds.Request(type=kinds.Request.CONNMANAGER, connManager=tag), 10)
 
     # -- the control protocol
 
@@ -262,7 +266,7 @@ class Daemon:
                 stream, _ = await loop.sock_accept(self._listener)
             except OSError as error:  # no file handles left, most likely: this passes
                 log.warning("a stream could not be accepted: %s", error)
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(1.0)
             else:
                 self._tasks.spawn(self._introduce(stream)).add_done_callback(_Closing(stream))
 

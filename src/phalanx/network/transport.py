@@ -300,7 +300,8 @@ class Transport:
             return
         if place in self._incoming:
             self._incoming[place].task.cancel()
-        incoming = self._incoming[place] = _Incoming(self._tasks.spawn(self._receive(key, lane, stream)))
+        incoming = self._incoming[place] = _Incoming()
+        incoming.task = self._tasks.spawn(self._receive(key, lane, stream, incoming))
         incoming.task.add_done_callback(lambda _: self._part_with(place, incoming, stream))
         self._rouse(key)
         self._contacts.greet(key)
@@ -324,7 +325,7 @@ class Transport:
         silent.task.cancel()
         return True
 
-    async def _receive(self, key: bytes, lane: Lane, stream: socket.socket) -> None:
+    async def _receive(self, key: bytes, lane: Lane, stream: socket.socket, incoming: _Incoming) -> None:
         frames = FrameStream(stream, self._limits.minimum_rate, self._limits.window)
         try:
             while True:
@@ -334,8 +335,7 @@ class Transport:
                 if frame is None:
                     return
                 self._hand_over(key, decode_message(frame))
-                if (incoming := self._incoming.get((key, lane))) is not None:
-                    incoming.last_heard = time.monotonic()
+                incoming.last_heard = time.monotonic()
                 await self._circle.hold_to_quota(key, lane, len(frame))
         except Malformed as complaint:
             self._complaints.say("malformed", "peer %s, %s lane: %s", name_peer(key), lane, complaint)
@@ -363,8 +363,9 @@ class _Incoming:
 
     __slots__ = ("last_heard", "task")
 
-    def __init__(self, task: asyncio.Task[None]) -> None:
-        self.task = task
+    task: asyncio.Task[None]
+
+    def __init__(self) -> None:
         self.last_heard = time.monotonic()
 
 

@@ -136,8 +136,11 @@ def make_network_manifest(
     return manifest
 
 
-def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None]) -> Prepared:
-    """Check that this machine holds the same data and computes the same; :class:`LocalError` says what differs."""
+def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None], threads: int | None = None) -> Prepared:
+    """Check that this machine holds the same data and computes the same; :class:`LocalError` says what differs.
+
+    ``threads`` may be another number than the manifest's where the run tolerates other platforms.
+    """
     section, run, net = manifest.task, manifest.run, manifest.network
     task = replace(task, batch=section.batch)
     if task.digest != section.digest:
@@ -145,8 +148,13 @@ def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None]) -
             f"task {section.name!r}: the data here is not the run's (content hash {task.digest[:16]}, expected "
             f"{section.digest[:16]}); get the same files"
         )
-    if torch.get_num_threads() != run.threads and net.lower is None:
-        torch.set_num_threads(run.threads)
+    if threads is not None and threads != run.threads and net.lower is None:
+        raise LocalError(
+            f"threads: {threads}, and the run, which compares gradients bit for bit, has {run.threads}; "
+            "leave --threads out"
+        )
+    if torch.get_num_threads() != (threads or run.threads):
+        torch.set_num_threads(threads or run.threads)
     here = describe_platform(run.device)
     if net.lower is None and here != net.platform:
         raise LocalError(
