@@ -691,6 +691,7 @@ class Town:
                 self.steps[key].append(event.step)
             elif isinstance(event, Banned):
                 self.banned.append(event)
+                self._over.set()  # nobody here deserves that, and who is out does not come to the end
             elif isinstance(event, RunFinished):
                 self.finished[key] = event.view
                 if len(self.finished) == len(self.signers):
@@ -752,8 +753,11 @@ def test_four_peers_train_together_in_real_time(tmp_path: Path) -> None:
     assert len(next(iter(town.finished.values())).roster) == 4
 
 
-@pytest.mark.parametrize("phase", [Phase.COMMIT, Phase.REPORT], ids=lambda phase: phase.name)
-@pytest.mark.parametrize("memory", ["keeps its states", "loses its states"])
+@pytest.mark.parametrize(
+    ("phase", "memory"),
+    [(Phase.COMMIT, "keeps its states"), (Phase.REPORT, "loses its states")],
+    ids=["after COMMIT", "after REPORT, without its states"],
+)
 def test_a_peer_that_was_stopped_goes_on_from_its_journal(tmp_path: Path, phase: Phase, memory: str) -> None:
     """It is stopped in step 1, once its message of a phase is out, and begins anew with what its journal holds."""
     town = Town(tmp_path, 4, **SETTINGS)

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from phalanx.node import run_init
 from phalanx.swarm import Attackers, Swarm
+from phalanx.training.gradients import Gradients
+from phalanx.training.tasks import load_task
 
 PEERS, BYZANTINE = 6, 2
+
+
+def test_threads_make_a_difference() -> None:
+    """Or the test below would show nothing."""
+    gradients, before = Gradients(load_task("digits")), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(gradients.compute(gradients.start, bytes(32)))
+    finally:
+        torch.set_num_threads(before)
+    assert not torch.equal(*found)
 
 
 def test_one_and_two_threads_with_a_tolerance(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ from phalanx.network.simulated import _COMPUTATIONS, Machine
 
 CHUNKS = (PartChunk, AggregateChunk, StateChunk)
 
-_LONGEST_WAIT = 3600.0
+_LONGEST_WAIT = 0.5
+"""Seconds: a signal handler may wake the story in the very moment before it falls asleep, and would not be heard."""
 _CHUNK_COST = 512
 """Bytes that a chunk takes beside its data: one without any takes room as well."""
 _Item: TypeAlias = tuple[bytes | None, Message | Finished | Leave]
@@ -160,6 +161,8 @@ class Driver:
                 try:
                     resume, value = story.send, self._performers[type(effect)](effect)
                 except Exception as error:  # the story hears of it where it asked: the traceback shows the place
+                    if self._stopped:
+                        raise
                     resume, value = story.throw, error
         except StopIteration as end:
             return end.value
