@@ -37,6 +37,7 @@ from phalanx.core.verification import (
     read_aggregate,
     read_part,
     read_parts,
+    read_stack,
     report_tolerance,
     shift_bound,
     sum_bound,
@@ -250,6 +251,19 @@ def test_many_at_once_are_read_as_each_alone(sizes: tuple[int, ...], dtype: torc
                 assert torch.equal(part, one)
                 assert (aggregate is None) == (other is None)
                 assert aggregate is None or other is None or torch.equal(aggregate, other)
+
+
+@pytest.mark.parametrize("size", [5, 20_000])
+def test_rows_of_a_stack_are_read_as_each_alone(size: int, dtype: torch.dtype) -> None:
+    """Also where some are not finite, too long, next to the limit, or of the wrong length."""
+    scales = (0.0, 0.5, 1.0, 1.02, 1.0204, 3.0, NAN, INF)
+    rows = [(scale * torch.ones(size, dtype=torch.float64) / math.sqrt(size)).to(dtype) for scale in scales]
+    pieces = [*map(encode_tensor, rows), encode_tensor(rows[1]) + b"x", b""]
+    for count in (1, 2, len(pieces)):
+        stack, valid = read_stack(pieces[:count], size, dtype, 1.0)
+        alone = [read_part(piece, size, dtype, 1.0) for piece in pieces[:count]]
+        assert valid == [fine for _, fine in alone]
+        assert torch.equal(stack, torch.stack([row for row, _ in alone]))
 
 
 def test_an_aggregate_that_is_too_long_is_none(dtype: torch.dtype) -> None:

@@ -30,6 +30,7 @@ from phalanx.core.verification import (
     projection_seeds,
     read_part,
     read_parts,
+    read_stack,
 )
 
 Finding = tuple[Verdict, tuple[int, ...]]
@@ -255,9 +256,8 @@ def _check_part(peer: Peer, part: int) -> Verdict:
     aggregate = read_aggregates(peer, transcript)[part]
     if aggregate is None or any(row is None for row in rows):
         return Verdict.NOT_RECEIVED
-    size = peer.sizes[part]
-    read = read_parts([row or b"" for row in rows], (size,) * len(rows), peer.dtype, peer.config.cap)
-    fine = is_balanced(torch.stack([tensor for tensor, _ in read]), aggregate, view.tau, peer.config.cap)
+    stack, _ = read_stack([row or b"" for row in rows], peer.sizes[part], peer.dtype, peer.config.cap)
+    fine = is_balanced(stack, aggregate, view.tau, peer.config.cap)
     return Verdict.INNOCENT if fine else Verdict.GUILTY
 
 

@@ -30,10 +30,10 @@ def split_parts(vector: Tensor, count: int) -> list[Tensor]:
     """The parts of ``vector``, each contiguous."""
     if vector.ndim != 1:
         raise ValueError(f"vector: expected one dimension, got shape {tuple(vector.shape)}")
-    vector = vector.contiguous()
-    if len(vector) <= _SHORT and vector.device.type == "cpu":
-        places, _ = _get_places(len(vector), count)
-        return list(torch.split_with_sizes(vector.index_select(0, places), compute_part_sizes(len(vector), count)))
+    vector, size = vector.contiguous(), vector.numel()
+    if size <= _SHORT and vector.device.type == "cpu":
+        places, _ = _get_places(size, count)
+        return list(torch.split_with_sizes(vector.index_select(0, places), compute_part_sizes(size, count)))
     return _split_blocks(vector, count)
 
 

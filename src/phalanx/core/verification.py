@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -133,6 +133,40 @@ def read_parts(
         (torch.zeros(size, dtype=dtype), False) if part is None else (part, True)
         for part, size in zip(found, sizes, strict=True)
     ]
+
+
+def read_stack(
+    pieces: Sequence[bytes | memoryview], size: int, dtype: torch.dtype, cap: float
+) -> tuple[Tensor, list[bool]]:
+    """:func:`read_part` of each, as the rows of one matrix; and which of them were valid."""
+    nothing, limit = bytes(size * dtype.itemsize), _longest(cap, size, dtype)
+    fit = [len(data) == len(nothing) for data in pieces]
+    numbers = _lay_in_rows([data if fits else nothing for data, fits in zip(pieces, fit, strict=True)], size, dtype)
+    stack = torch.from_numpy(numbers).view(dtype)
+    measured = zip(fit, stack.unbind(), _square_rows(stack), strict=True)
+    valid = [fits and _is_within(row, square, limit) for fits, row, square in measured]
+    if not all(valid):
+        numbers[np.logical_not(valid)] = 0
+    return stack, valid
+
+
+def _lay_in_rows(pieces: Sequence[bytes | memoryview], size: int, dtype: torch.dtype) -> npt.NDArray[Any]:
+    """The numbers in pieces of one size; where calls cost more than arithmetic, with as few as will do."""
+    if len(pieces) * size <= _SMALL:
+        return np.frombuffer(b"".join(pieces), _LITTLE[dtype]).astype(_NATIVE[dtype]).reshape(-1, size)
+    numbers = np.empty((len(pieces), size), _NATIVE[dtype])
+    for row, data in zip(numbers, pieces, strict=True):
+        row[:] = np.frombuffer(data, _LITTLE[dtype])
+    return numbers
+
+
+def _square_rows(stack: Tensor) -> list[float]:
+    """:func:`_square` of each row."""
+    if not 0 < stack.numel() <= _SMALL:
+        return [_square(row) for row in stack]
+    wide = _wide(stack)
+    squares: list[float] = _add_up(wide * wide).tolist()
+    return squares
 
 
 def read_aggregate(data: bytes | memoryview, size: int, dtype: torch.dtype, cap: float) -> Tensor | None:
