@@ -27,7 +27,7 @@ def compute_part_sizes(size: int, count: int) -> tuple[int, ...]:
 
 
 def split_parts(vector: Tensor, count: int) -> list[Tensor]:
-    """The parts of ``vector``, each contiguous."""
+    """The parts of ``vector``: a copy, in which they lie end to end."""
     if vector.ndim != 1:
         raise ValueError(f"vector: expected one dimension, got shape {tuple(vector.shape)}")
     vector, size = vector.contiguous(), vector.numel()
@@ -41,9 +41,13 @@ def _split_blocks(vector: Tensor, count: int) -> list[Tensor]:
     block = _block(len(vector), count)
     whole = len(vector) // block
     blocks, rest = vector[: whole * block].view(whole, block), vector[whole * block :]
-    parts = [blocks[part::count].reshape(-1) for part in range(count)]
-    parts[whole % count] = torch.cat([parts[whole % count], rest])
-    return parts
+    parts = torch.empty_like(vector).split_with_sizes(compute_part_sizes(len(vector), count))
+    for index, part in enumerate(parts):
+        own = len(range(index, whole, count)) * block
+        part[:own].view(-1, block).copy_(blocks[index::count])
+        if index == whole % count:
+            part[own:] = rest
+    return list(parts)
 
 
 def join_parts(parts: Sequence[Tensor]) -> Tensor:
