@@ -29,6 +29,7 @@ from phalanx.core.events import StepFinished
 from phalanx.core.step import run_peer
 from phalanx.network.ideal import make_signers
 from phalanx.network.simulated import Links, World
+from phalanx.training.allocation import keep_freed_memory
 from phalanx.training.gradients import Gradients
 from phalanx.training.machine import Trainer, Workshop
 from phalanx.training.optimizers import make_optimizer
@@ -154,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args(arguments)
+    keep_freed_memory()
     results = run(options.steps, options.peers, options.batch)
     if options.json:
         print(json.dumps(results))

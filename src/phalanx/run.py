@@ -17,6 +17,7 @@ from phalanx.events import read_events
 from phalanx.show.plots import plot_run
 from phalanx.show.progress import Progress
 from phalanx.show.report import write_report
+from phalanx.training.allocation import keep_freed_memory
 from phalanx.training.checkpoints import write_safely
 from phalanx.training.manifest import Manifest, read_manifest
 from phalanx.training.recorder import EVENTS
@@ -30,6 +31,7 @@ def run_simulate(
     chosen: Mapping[str, Any], out: Path | None, *, resume: bool = False, stop_at: int | None = None
 ) -> Result:
     """Start a run with the options chosen, or go on with the one in ``out``."""
+    keep_freed_memory()
     if out is not None:
         out = out.absolute()  # a task's file may change the folder
     if stop_at is not None and stop_at < 1:

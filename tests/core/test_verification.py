@@ -37,9 +37,11 @@ from phalanx.core.verification import (
     read_aggregate,
     read_part,
     read_parts,
+    read_stack,
     report_tolerance,
     shift_bound,
     sum_bound,
+    view_bytes,
 )
 
 INF, NAN = math.inf, math.nan
@@ -204,6 +206,28 @@ def test_a_gradient_keeps_its_device_and_is_left_alone(device: str) -> None:
 # --- Parts and aggregates as bytes mean them ---
 
 
+@pytest.mark.parametrize("size", [0, 5, 70_000])
+def test_a_view_shows_what_is_encoded(size: int, dtype: torch.dtype) -> None:
+    vector = normal(2 * size).to(dtype)
+    for shown in (vector, vector[::2]):
+        assert view_bytes(shown) == encode_tensor(shown)
+    view, encoded = view_bytes(vector), encode_tensor(vector)
+    vector += 1
+    assert view == encode_tensor(vector)
+    assert (view == encoded) == (size == 0)
+
+
+def test_a_vector_lies_in_a_bytearray_and_beside_bytes(dtype: torch.dtype) -> None:
+    data = encode_tensor(normal(100).to(dtype))
+    kept, shared = bytes(bytearray(data)), bytearray(data)
+    for held, follows in ((data, False), (shared, True)):
+        vector = decode_tensor(held, 100, dtype)
+        assert vector is not None
+        vector += 1
+        assert (held == encode_tensor(vector)) is follows
+    assert data == kept
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("size", [1, 16, 70_000])
 def test_a_part_with_a_number_that_is_not_finite_counts_as_zero(value: float, size: int, dtype: torch.dtype) -> None:
@@ -241,7 +265,7 @@ def test_many_at_once_are_read_as_each_alone(sizes: tuple[int, ...], dtype: torc
         parts[0] = torch.zeros_like(parts[0])
         pieces = encode_parts(parts)
         assert pieces == [encode_tensor(part) for part in parts]
-        for data in (pieces, [*pieces[:-1], pieces[-1] + b"x"]):
+        for data in (pieces, [*pieces[:-1], bytes(pieces[-1]) + b"x"]):
             each = zip(data, sizes, strict=True)
             alone = [(read_part(x, size, dtype, 1.0), read_aggregate(x, size, dtype, 1.0)) for x, size in each]
             found, aggregates = read_parts(data, sizes, dtype, 1.0), decode_aggregates(data, sizes, dtype, 1.0)
@@ -250,6 +274,19 @@ def test_many_at_once_are_read_as_each_alone(sizes: tuple[int, ...], dtype: torc
                 assert torch.equal(part, one)
                 assert (aggregate is None) == (other is None)
                 assert aggregate is None or other is None or torch.equal(aggregate, other)
+
+
+@pytest.mark.parametrize("size", [5, 20_000])
+def test_rows_of_a_stack_are_read_as_each_alone(size: int, dtype: torch.dtype) -> None:
+    """Also where some are not finite, too long, next to the limit, or of the wrong length."""
+    scales = (0.0, 0.5, 1.0, 1.02, 1.0204, 3.0, NAN, INF)
+    rows = [(scale * torch.ones(size, dtype=torch.float64) / math.sqrt(size)).to(dtype) for scale in scales]
+    pieces = [*map(encode_tensor, rows), encode_tensor(rows[1]) + b"x", b""]
+    for count in (1, 2, len(pieces)):
+        stack, valid = read_stack(pieces[:count], size, dtype, 1.0)
+        alone = [read_part(piece, size, dtype, 1.0) for piece in pieces[:count]]
+        assert valid == [fine for _, fine in alone]
+        assert torch.equal(stack, torch.stack([row for row, _ in alone]))
 
 
 def test_an_aggregate_that_is_too_long_is_none(dtype: torch.dtype) -> None:

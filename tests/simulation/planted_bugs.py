@@ -604,16 +604,7 @@ bug(
 )
 bug(
     "parts that are no numbers are taken as they are",
-    (
-        "read_parts",
-        "(torch.zeros(size, dtype=dtype), False) if part is None",
-        "(decode_tensor(data, size, dtype), False) if part is None",
-    ),
-    (
-        "read_parts",
-        "for part, size in zip(found, sizes, strict=True)",
-        "for part, size, data in zip(found, sizes, pieces, strict=True)",
-    ),
+    ("read_stack", "if not all(valid):", "if False:"),
     peers=5,
     steps=3,
     attackers=("nonfinite_parts",),

@@ -158,13 +158,13 @@ def solve_short(rows: Array, tau: float, prior: Array) -> tuple[Array, Array, fl
     digits, and Newton's steps are taken whole. That is safe because the loss is convex: where the residual vanishes, it
     is least. The residual includes what rounding may add to it.
     """
-    if not float(np.abs(rows).max()) <= min(_FAR * tau, _LARGEST_TO_SQUARE):  # or not a number
+    if not np.maximum.reduce(np.abs(rows), axis=None) <= min(_FAR * tau, _LARGEST_TO_SQUARE):  # or not a number
         return None
     squares = np.vecdot(rows, rows)
     between = np.sqrt(np.maximum(squares[:, None] + squares - 2 * (rows @ rows.T), 0))
     losses = _losses(between, tau) @ prior
     base = int(losses.argmin())
-    about, total, before = rows - rows[base], float(prior.sum()), math.inf
+    about, total, before = rows - rows[base], float(np.add.reduce(prior)), math.inf
     pulls, jumped = prior * (tau / np.maximum(between[base], tau)), False
     for rounds in range(1, _SHORT_ROUNDS):
         weights = pulls / np.add.reduce(pulls)
@@ -177,12 +177,12 @@ def solve_short(rows: Array, tau: float, prior: Array) -> tuple[Array, Array, fl
         if residual <= AIM * tau * total:
             break
         if rounds > _FIRST_ROUNDS and residual > _QUICK * before:
-            y -= _newton_weights(y.dot(y.T), distances, pulls, pulls.sum(), tau).dot(y)
+            y -= _newton_weights(y.dot(y.T), distances, pulls, np.add.reduce(pulls), tau).dot(y)
             pulls, jumped = prior * (tau / np.maximum(np.sqrt(np.vecdot(y, y)), tau)), True
         before = residual
     else:
         return None
-    rounding = 2e-12 * float(pulls @ distances) + 2e-15 * math.sqrt(v @ v) * float(pulls.sum())
+    rounding = 2e-12 * float(pulls.dot(distances)) + 2e-15 * math.sqrt(v.dot(v)) * float(np.add.reduce(pulls))
     astray = jumped and float(_losses(distances, tau) @ prior) > float(losses[base])  # far out all is nearly flat
     if astray or _may_be_on_a_line(y, distances, tau, prior):
         return None
@@ -197,7 +197,7 @@ def _losses(distances: Array, tau: float) -> Array:
 
 def _may_be_on_a_line(y: Array, distances: Array, tau: float, prior: Array) -> bool:
     """Whether every row is clipped and all lie on one line through ``v``: other points may be in balance then."""
-    if ((distances < (1 - 1e-6) * tau) & (prior > 0)).any():
+    if np.logical_or.reduce((distances < (1 - 1e-6) * tau) & (prior > 0)):
         return False
     nearest = int(distances.argmin())
     return bool(((np.abs(y @ y[nearest]) >= (1 - 1e-9) * distances[nearest] * distances) | (prior == 0)).all())

@@ -20,6 +20,7 @@ from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
     ACCUSER_MARGIN,
+    Piece,
     compare_gradients,
     compute_report,
     decode_aggregates,
@@ -30,6 +31,7 @@ from phalanx.core.verification import (
     projection_seeds,
     read_part,
     read_parts,
+    read_stack,
 )
 
 Finding = tuple[Verdict, tuple[int, ...]]
@@ -60,7 +62,7 @@ def compute_gradient(peer: Peer, step: int, seed: bytes) -> Story:
     return known
 
 
-def cut(gradient: Tensor, count: int) -> list[bytes]:
+def cut(gradient: Tensor, count: int) -> list[Piece]:
     """A gradient's parts as they travel."""
     return encode_parts(split_parts(gradient, count))
 
@@ -95,7 +97,7 @@ def check_commit(peer: Peer, transcript: Transcript, target: bytes, accusing: bo
     if gradient is None:
         return Verdict.NOT_RECEIVED, ()
     mine = cut(gradient, count)
-    parts: dict[int, bytes] = dict(enumerate(mine))
+    parts: dict[int, Piece] = dict(enumerate(mine))
     if compute_root([hash_part(part) for part in mine]) != root:
         if peer.config.tolerance is None:
             return Verdict.GUILTY, ()
@@ -118,7 +120,7 @@ def make_charge(
     return m.Accusation(Rule.GRADIENT, accused, view.step, view.attempt, wrong, commit.message, quoted, (), ())
 
 
-def _compare(peer: Peer, parts: dict[int, bytes], mine: Sequence[bytes]) -> Verdict:
+def _compare(peer: Peer, parts: dict[int, Piece], mine: Sequence[Piece]) -> Verdict:
     """Tolerant: the committed bytes against my own gradient, over the parts that could be had."""
     if not parts:
         return Verdict.NOT_RECEIVED
@@ -156,7 +158,7 @@ def ask_part(peer: Peer, place: tuple[int, int, bytes, int], whom: Iterable[byte
 
 
 def _find_wrong_reports(
-    peer: Peer, transcript: Transcript, target: bytes, parts: dict[int, bytes], margin: float = 1.0
+    peer: Peer, transcript: Transcript, target: bytes, parts: dict[int, Piece], margin: float = 1.0
 ) -> tuple[int, ...]:
     view, count = transcript.view, len(transcript.view.roster)
     letter = (transcript.reports or {}).get(target)
@@ -255,9 +257,8 @@ def _check_part(peer: Peer, part: int) -> Verdict:
     aggregate = read_aggregates(peer, transcript)[part]
     if aggregate is None or any(row is None for row in rows):
         return Verdict.NOT_RECEIVED
-    size = peer.sizes[part]
-    read = read_parts([row or b"" for row in rows], (size,) * len(rows), peer.dtype, peer.config.cap)
-    fine = is_balanced(torch.stack([tensor for tensor, _ in read]), aggregate, view.tau, peer.config.cap)
+    stack, _ = read_stack([row or b"" for row in rows], peer.sizes[part], peer.dtype, peer.config.cap)
+    fine = is_balanced(stack, aggregate, view.tau, peer.config.cap)
     return Verdict.INNOCENT if fine else Verdict.GUILTY
 
 
@@ -314,7 +315,7 @@ def _is_same(examiner: Examiner, letter: Letter | None, message: m.Signed) -> bo
     return letter is not None and quoted is not None and letter.digest == quoted.digest
 
 
-def _check_report(peer: Peer, transcript: Transcript, charge: m.Accusation, parts: dict[int, bytes]) -> Verdict:
+def _check_report(peer: Peer, transcript: Transcript, charge: m.Accusation, parts: dict[int, Piece]) -> Verdict:
     """V1: guilty if the report is wrong for every part named, and what the accuser says instead is right."""
     view, count, width = transcript.view, len(transcript.view.roster), len(charge.parts)
     letter = (transcript.reports or {}).get(charge.accused)

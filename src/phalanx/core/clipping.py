@@ -91,14 +91,16 @@ def _clip_stack(rows: Tensor, tau: float, prior: Array, number: int) -> Clipped:
     """One stack on the host; one of few short rows in the shortest way, unless it needs more care."""
     if len(prior) <= _SHORT_ROWS and rows.numel() <= _SHORT_NUMBERS:
         wide = _make_wide_array(rows)
-        scale = float(prior.max())
+        scale = float(np.maximum.reduce(prior))
         found = solve_short(wide, tau, prior / scale)
-        if found is not None and found[2] * scale <= _ROUNDING_SHARE * PROMISE * tau * float(prior.sum()):
+        if found is not None and found[2] * scale <= _ROUNDING_SHARE * PROMISE * tau * float(np.add.reduce(prior)):
             weights, distances, residual, rounds = found
             v = weights.dot(wide)
             if rows.dtype is torch.float32:  # other types are rounded as torch does it
                 v = v.astype(np.float32)
-            aggregate = torch.from_numpy(v).to(rows.dtype)
+            aggregate = torch.from_numpy(v)
+            if aggregate.dtype is not rows.dtype:
+                aggregate = aggregate.to(rows.dtype)
             bound = torch.from_numpy(np.array(residual * scale))
             return Clipped(aggregate, torch.from_numpy(weights), torch.from_numpy(distances), bound, rounds)
     return _get_only(_clip_stacks(rows[None], tau, prior[None], number))

@@ -62,7 +62,7 @@ class Domain(StrEnum):
     JOIN = "join"
 
 
-def compute_digest(purpose: str, *fields: bytes | memoryview) -> bytes:
+def compute_digest(purpose: str, *fields: bytes | bytearray | memoryview) -> bytes:
     """32 bytes that bind every field and its length to one purpose.
 
     A view counts as its bytes, whatever its shape; one with gaps is refused.

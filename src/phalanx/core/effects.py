@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.core.messages import Body, Message, Phase
 
 
-class Receive(Struct, frozen=True):
+class Receive(Struct, frozen=True, gc=False):
     """Wait for a message until ``until`` on the local clock.
 
     The result is a :class:`Delivery`; its ``message`` is None when the time came first.
@@ -25,7 +25,7 @@ class Receive(Struct, frozen=True):
     until: float
 
 
-class Delivery(Struct, frozen=True):
+class Delivery(Struct, frozen=True, gc=False):
     now: float
     """The local clock, in seconds. Only differences mean anything."""
     sender: bytes | None
@@ -60,14 +60,14 @@ class Leave(Struct, frozen=True):
     """The user wants to go: announce it, and say goodbye at the next step boundary."""
 
 
-class Send(Struct, frozen=True):
+class Send(Struct, frozen=True, gc=False):
     """Give a message to one peer. The result is None; it may never arrive."""
 
     to: bytes
     message: Message
 
 
-class Broadcast(Struct, frozen=True):
+class Broadcast(Struct, frozen=True, gc=False):
     """Give a message to each of ``to``."""
 
     to: tuple[bytes, ...]
@@ -167,7 +167,7 @@ class Keep(Struct, frozen=True):
     view: bytes
 
 
-class Note(Struct, frozen=True):
+class Note(Struct, frozen=True, gc=False):
     """Something worth knowing happened. It has no effect."""
 
     event: Any

@@ -8,7 +8,6 @@ that must not look like many messages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -25,8 +24,7 @@ _REMEMBERED = 1 << 14
 _REMEMBERED_BYTES = 1 << 27
 
 
-@dataclass(frozen=True, slots=True)
-class Letter:
+class Letter(msgspec.Struct, frozen=True, gc=False):
     """A message whose signature was checked and whose body was unpacked."""
 
     message: Signed

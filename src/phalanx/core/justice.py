@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from phalanx.core import messages as m
-from phalanx.core.config import Config
+from phalanx.core.config import AutomaticTau, Config
 from phalanx.core.crypto import compute_commitment, compute_digest
 from phalanx.core.envelope import Letter
 from phalanx.core.membership import (
@@ -93,21 +93,21 @@ class Decision:
 def find_offenders(config: Config, transcript: Transcript, phase: Phase) -> Decision:
     """Who has said in this phase what nobody may say. Everything here is in the messages themselves."""
     view, values = transcript.view, transcript.phases[phase]
-    duties, run, decision = transcript.duties, config.run, Decision()
-    for index, (key, letter) in enumerate(values.items()):
+    place, start, decision = (view.step, view.attempt, phase), view.digest, Decision()
+    for key, letter in values.items():
         message, body = letter.message, letter.body
-        labels = (message.step, message.attempt, message.phase) == (view.step, view.attempt, phase)
-        if not labels or body is None or not _fits(config, transcript, duties.contributors, index, key, letter):
+        labels = (message.step, message.attempt, message.phase) == place
+        if not labels or body is None or not _fits(config, transcript, key, letter):
             # What is said again is measured by what was said before.
             said = (transcript.phases[Phase.AGGREGATE][key].message,) if phase is Phase.AGGREGATE_AGAIN else ()
             reason = f"a {phase.name} that says what it may not"
             decision.ban(key, Offence(Rule.MALFORMED, view.step, reason, (message, *said)))
-        elif isinstance(body, m.Commit) and (body.view != view.digest or message.previous != view.previous):
+        elif isinstance(body, m.Commit) and (body.view != start or message.previous != view.previous):
             decision.remove(key, "starts from another view")
         elif isinstance(body, m.Reveal):
             commit = transcript.phases[Phase.COMMIT][key]
             assert isinstance(commit.body, m.Commit)
-            opened = compute_commitment(run, view.step, view.attempt, key, body.share, body.salt)
+            opened = compute_commitment(config.run, view.step, view.attempt, key, body.share, body.salt)
             if opened != commit.body.share:
                 case = m.WrongReveal(commit.message, message)
                 offence = Offence(
@@ -117,11 +117,12 @@ def find_offenders(config: Config, transcript: Transcript, phase: Phase) -> Deci
     return decision
 
 
-def _fits(
-    config: Config, transcript: Transcript, contributors: tuple[bytes, ...], index: int, key: bytes, letter: Letter
-) -> bool:
+def _fits(config: Config, transcript: Transcript, key: bytes, letter: Letter) -> bool:
     """Whether a body can be said by this member in this attempt."""
-    view, body, count = transcript.view, letter.body, len(transcript.view.roster)
+    body, contributors = letter.body, transcript.duties.contributors
+    if isinstance(body, m.Reveal):
+        return True
+    view, count = transcript.view, len(transcript.view.roster)
     if isinstance(body, m.Commit):
         return (body.parts is not None) == (key in contributors)
     if isinstance(body, m.Aggregate):
@@ -590,7 +591,8 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         return make_retry(config, transcript, decision, height, previous)
     view = note_progress(config, transcript, height)
     norms = _get_norms(transcript)
-    scale = median(map(median, zip(*norms, strict=False))) if norms else None
+    automatic = isinstance(config.tau, AutomaticTau)  # else nobody asks for the scale
+    scale = median(map(median, zip(*norms, strict=False))) if norms and automatic else None
     confirms = transcript.phases[Phase.CONFIRM].values()
     asked = Counter(key for x in confirms if isinstance(x.body, m.Confirm) for key in set(x.body.joins))
     return finish_step(

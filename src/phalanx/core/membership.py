@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import median
 
 import msgspec
@@ -218,7 +218,9 @@ def make_genesis(config: Config) -> View:
     )
 
 
-def _draw_order(randomness: bytes, roster: Sequence[bytes]) -> tuple[bytes, ...]:
+@lru_cache(maxsize=16)
+def _draw_order(randomness: bytes, roster: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """In one process many peers want the same one."""
     return tuple(Stream(derive_seed(randomness, "duties")).draw_sample(roster, len(roster)))
 
 
@@ -312,13 +314,7 @@ def finish_step(
     roster = view.roster + tuple(graduates)
     strangers = sum(key not in known for key in graduates)
     scales, tau = _move_tau(config, view, scale)
-    checkers = Stream(derive_seed(randomness, "trials"))
-    trial_checks = tuple(
-        Check(checkers.draw_sample(roster, 1)[0], key)
-        for key in sorted(served)
-        if key not in changes.out
-        for _ in range(config.probation_checks)
-    )
+    tried = [key for key in sorted(served) if key not in changes.out]
     return msgspec.structs.replace(
         view,
         step=step,
@@ -334,7 +330,7 @@ def finish_step(
         order=_draw_order(randomness, roster),
         targets=tuple(dict.fromkeys((*targets, *view.carried))),
         carried=(),
-        trial_checks=trial_checks,
+        trial_checks=_draw_trial_checks(randomness, roster, tried, config.probation_checks),
         complaints=tuple(
             c for c in (*view.complaints, *complaints) if c.step > step - config.complaint_window and c.namer in roster
         ),
@@ -343,10 +339,22 @@ def finish_step(
     )
 
 
+def _draw_trial_checks(
+    randomness: bytes, roster: tuple[bytes, ...], tried: Sequence[bytes], count: int
+) -> tuple[Check, ...]:
+    """Who recomputes what those on probation committed to, each ``count`` times."""
+    if not tried:
+        return ()
+    checkers = Stream(derive_seed(randomness, "trials"))
+    return tuple(Check(checkers.draw_sample(roster, 1)[0], key) for key in tried for _ in range(count))
+
+
 def _advance_candidates(
     config: Config, view: View, served: Collection[bytes], joins: Sequence[bytes], randomness: bytes, step: int
 ) -> tuple[View, list[bytes]]:
     """Count the steps served; let in whoever is done; put on probation as many of those who asked as may be."""
+    if not view.candidates and not joins:
+        return view, []
     room = len(view.roster)
     graduates, staying = [], []
     for candidate in view.candidates:

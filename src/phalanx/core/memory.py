@@ -81,7 +81,7 @@ def remember(peer: Peer) -> Memory:
         view=encode_view(peer.view),
         epochs=tuple(take_down(peer, epoch) for epoch in past.values()),
         aggregates=tuple(
-            Aggregate(*place, data) for place, data in sorted(peer.aggregates.items()) if place[:2] in past
+            Aggregate(*place, bytes(data)) for place, data in sorted(peer.aggregates.items()) if place[:2] in past
         ),
         links=tuple(Link(encode_view(view), messages) for view, messages in peer.links),
     )

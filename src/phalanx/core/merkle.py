@@ -11,7 +11,7 @@ from functools import lru_cache
 from phalanx.core.crypto import DIGEST_SIZE, compute_digest
 
 
-def hash_part(data: bytes | memoryview) -> bytes:
+def hash_part(data: bytes | bytearray | memoryview) -> bytes:
     """The digest of a part's bytes as they travel."""
     return compute_digest("part", data)
 

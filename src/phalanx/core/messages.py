@@ -90,8 +90,11 @@ class Rule(StrEnum):
     STATE = "E5"
 
 
-class _Said(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=str.lower):
-    """Fields in order, behind the name of the type; nothing more, nothing less."""
+class _Said(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=str.lower, gc=False):
+    """Fields in order, behind the name of the type; nothing more, nothing less.
+
+    No message can hold itself, so the garbage collector need not look at the many that are kept.
+    """
 
 
 def _require(condition: bool, complaint: str) -> None:
@@ -100,7 +103,7 @@ def _require(condition: bool, complaint: str) -> None:
 
 
 def _is_increasing(values: tuple[Any, ...]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(values))
+    return len(values) < 2 or all(a < b for a, b in itertools.pairwise(values))
 
 
 # ---- Bodies of the agreed broadcast, one phase each

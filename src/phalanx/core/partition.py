@@ -27,13 +27,13 @@ def compute_part_sizes(size: int, count: int) -> tuple[int, ...]:
 
 
 def split_parts(vector: Tensor, count: int) -> list[Tensor]:
-    """The parts of ``vector``, each contiguous."""
+    """The parts of ``vector``: a copy, in which they lie end to end."""
     if vector.ndim != 1:
         raise ValueError(f"vector: expected one dimension, got shape {tuple(vector.shape)}")
-    vector = vector.contiguous()
-    if len(vector) <= _SHORT and vector.device.type == "cpu":
-        places, _ = _get_places(len(vector), count)
-        return list(torch.split_with_sizes(vector.index_select(0, places), compute_part_sizes(len(vector), count)))
+    vector, size = vector.contiguous(), vector.numel()
+    if size <= _SHORT and vector.device.type == "cpu":
+        places, _ = _get_places(size, count)
+        return list(torch.split_with_sizes(vector.index_select(0, places), compute_part_sizes(size, count)))
     return _split_blocks(vector, count)
 
 
@@ -41,9 +41,13 @@ def _split_blocks(vector: Tensor, count: int) -> list[Tensor]:
     block = _block(len(vector), count)
     whole = len(vector) // block
     blocks, rest = vector[: whole * block].view(whole, block), vector[whole * block :]
-    parts = [blocks[part::count].reshape(-1) for part in range(count)]
-    parts[whole % count] = torch.cat([parts[whole % count], rest])
-    return parts
+    parts = torch.empty_like(vector).split_with_sizes(compute_part_sizes(len(vector), count))
+    for index, part in enumerate(parts):
+        own = len(range(index, whole, count)) * block
+        part[:own].view(-1, block).copy_(blocks[index::count])
+        if index == whole % count:
+            part[own:] = rest
+    return list(parts)
 
 
 def join_parts(parts: Sequence[Tensor]) -> Tensor:

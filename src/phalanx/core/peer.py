@@ -31,7 +31,7 @@ from phalanx.core.messages import MAX_CHUNK, Phase, Signed
 from phalanx.core.partition import compute_part_sizes
 from phalanx.core.slowpath import Resolution, is_valid_alarm
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
-from phalanx.core.verification import WIRE_TYPES
+from phalanx.core.verification import WIRE_TYPES, Piece
 
 _PAST_HEIGHTS = 64
 _FUTURE_HEIGHTS = 4
@@ -70,9 +70,10 @@ class Own:
     """What this peer made itself in one step: kept as long as somebody may want to check it."""
 
     gradient: Tensor | None = None
-    parts: dict[int, list[bytes]] = field(default_factory=dict)
-    """The wire bytes of all parts, by attempt."""
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
+    """All parts, by attempt."""
+    parts: dict[int, list[Piece]] = field(default_factory=dict)
+    """Their wire bytes: of long parts a view."""
     paths: dict[int, list[tuple[bytes, ...]]] = field(default_factory=dict)
     roots: dict[int, bytes] = field(default_factory=dict)
 
@@ -106,7 +107,7 @@ class Peer:
         self.pages: dict[int, Page] = {}
         self.transcripts: dict[tuple[int, int], Transcript] = {}
         self.own: dict[int, Own] = {}
-        self.parts: dict[tuple[int, int, bytes, int], tuple[bytes, m.Path]] = {}
+        self.parts: dict[tuple[int, int, bytes, int], tuple[Piece, m.Path]] = {}
         self.arrivals = 0
         """Grows with every chunk that comes, so that nobody looks again for what cannot be here yet."""
         self._turn = sum(key)  # peers that ask at the same time should not all ask the same members
@@ -119,7 +120,7 @@ class Peer:
         self.readings: dict[tuple[int, int, int], Tensor | None] = {}
         self.rows: tuple[Tensor, list[bool]] | None = None
         """What the aggregates, and in this attempt the parts that I aggregate, say: read once."""
-        self.aggregates: dict[tuple[int, int, int], bytes] = {}
+        self.aggregates: dict[tuple[int, int, int], Piece] = {}
         self.state: StateFetch | None = None
         self.openings: dict[tuple[int, int, bytes, int], Letter] = {}
         self.trials: dict[int, dict[bytes, dict[bytes, Letter]]] = {}
@@ -373,7 +374,7 @@ class Peer:
         """Whether the bytes held are those that their owner committed to."""
         return self.get_part(place) is not None
 
-    def get_part(self, place: tuple[int, int, bytes, int]) -> bytes | None:
+    def get_part(self, place: tuple[int, int, bytes, int]) -> Piece | None:
         """A part that fits its owner's commitment."""
         step, attempt, owner, part = place
         transcript = self.transcripts.get((step, attempt))
@@ -434,7 +435,7 @@ class Peer:
         self.verified.add(place)
         return True
 
-    def _assemble(self, kind: str, sender: bytes, chunk: m.PartChunk | m.AggregateChunk) -> bytes | None:
+    def _assemble(self, kind: str, sender: bytes, chunk: m.PartChunk | m.AggregateChunk) -> Piece | None:
         """The whole, once all chunks are here; no more than the part's true size is ever kept."""
         transcript = self.transcripts.get((chunk.step, chunk.attempt))
         if transcript is None or chunk.part >= len(transcript.view.roster):
@@ -453,7 +454,7 @@ class Peer:
         if sum(map(len, chunks.values())) < chunk.size:
             return None
         del self.partial[place]
-        return b"".join(chunks[offset] for offset in sorted(chunks))
+        return bytearray().join(chunks[offset] for offset in sorted(chunks))
 
     # ---- Certificates
 
@@ -591,12 +592,12 @@ def _on_pull_part(peer: Peer, sender: bytes, message: m.PullPart) -> Story:
         yield from send_part(peer, (sender,), place, data)
 
 
-def send_part(peer: Peer, to: tuple[bytes, ...], place: tuple[int, int, bytes, int], data: bytes) -> Story:
+def send_part(peer: Peer, to: tuple[bytes, ...], place: tuple[int, int, bytes, int], data: Piece) -> Story:
     """A part with the path that ties it to its commitment."""
     step, attempt, owner, part = place
     path, size = peer.get_path(place), len(data)
     for at in range(0, size, MAX_CHUNK):
-        yield Broadcast(to, m.PartChunk(step, attempt, owner, part, path, size, at, data[at : at + MAX_CHUNK]))
+        yield Broadcast(to, m.PartChunk(step, attempt, owner, part, path, size, at, bytes(data[at : at + MAX_CHUNK])))
 
 
 def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> Story:
@@ -610,10 +611,10 @@ def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> S
         yield from send_aggregate((sender,), message.step, message.attempt, message.part, data)
 
 
-def send_aggregate(to: tuple[bytes, ...], step: int, attempt: int, part: int, data: bytes) -> Story:
+def send_aggregate(to: tuple[bytes, ...], step: int, attempt: int, part: int, data: Piece) -> Story:
     size = len(data)
     for at in range(0, size, MAX_CHUNK):
-        yield Broadcast(to, m.AggregateChunk(step, attempt, part, size, at, data[at : at + MAX_CHUNK]))
+        yield Broadcast(to, m.AggregateChunk(step, attempt, part, size, at, bytes(data[at : at + MAX_CHUNK])))
 
 
 def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:

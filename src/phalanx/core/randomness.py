@@ -27,6 +27,7 @@ _TABLE_DIGEST = "03fddd0ec98e825ed5a68928ff44a247adabb4117979bc88683d0af22acd6be
 _VALUES_AT_ONCE = 1 << 19
 _SHORT = 1 << 15  # up to so many values, the calls cost more than what they do
 _WORD = 1 << 64
+_STREAMS = blake3(derive_key_context="phalanx 1 stream")  # copied for each: deriving the key takes longer
 
 
 def derive_seed(seed: bytes, purpose: str, *fields: bytes) -> bytes:
@@ -38,7 +39,7 @@ class Stream:
     """A sequence of draws that the seed alone determines."""
 
     def __init__(self, seed: bytes) -> None:
-        self._hasher = blake3(seed, derive_key_context="phalanx 1 stream")
+        self._hasher = _STREAMS.copy().update(seed)
         self._position = 0
 
     def draw_bytes(self, count: int) -> bytes:

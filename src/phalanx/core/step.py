@@ -103,7 +103,7 @@ from phalanx.core.verification import (
     encode_tensor,
     is_same_report,
     projection_seeds,
-    read_parts,
+    read_stack,
 )
 
 
@@ -327,9 +327,7 @@ def read_rows(peer: Peer) -> tuple[torch.Tensor, list[bool]]:
     if peer.rows is None:
         view, contributors = peer.view, peer.duties.contributors
         pieces = [peer.get_part((view.step, view.attempt, key, peer.index)) or b"" for key in contributors]
-        sizes = (peer.sizes[peer.index],) * len(pieces)
-        read = read_parts(pieces, sizes, peer.dtype, peer.config.cap)
-        peer.rows = torch.stack([row for row, _ in read]), [valid for _, valid in read]
+        peer.rows = read_stack(pieces, peer.sizes[peer.index], peer.dtype, peer.config.cap)
     return peer.rows
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ from phalanx.core.messages import Verdict
 from phalanx.core.randomness import Stream, derive_seed, gaussian_table
 
 Array: TypeAlias = npt.NDArray[np.float64]
+Piece: TypeAlias = bytes | bytearray | memoryview
+"""The bytes of a part or an aggregate. Who holds them reads them only."""
 
 WIRE_TYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -43,6 +45,9 @@ WIRE_TYPES: dict[str, torch.dtype] = {
 _CAP_SLACK = 1.02
 # Where a norm is this close to its limit, it is summed exactly: all peers must agree on which side it is.
 _CLOSE = 1e-9
+# Where a sum in float32 is below this share of the squared limit, it is enough, for limits that float32 can square.
+_CLEAR = 0.98
+_LEAST_CLEAR, _LARGEST_CLEAR = 1e-10, 1e18
 # V1: float64 sums in any order agree to about 1e-13 on this scale.
 _REPORT_TOLERANCE = 1e-10
 # Who accuses must be surer than who votes. Otherwise a report at the very edge of the tolerance, wrong by one order of
@@ -66,31 +71,41 @@ _NATIVE = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16:
 
 def encode_tensor(t: Tensor) -> bytes:
     """The numbers of a vector in a wire type, as little-endian bytes."""
+    return bytes(view_bytes(t))
+
+
+def view_bytes(t: Tensor) -> memoryview:
+    """What :func:`encode_tensor` copies. Where the vector has its numbers in that form, these are they: a view."""
     little = _LITTLE.get(t.dtype)
     if t.ndim != 1 or little is None:
         raise ValueError(f"t: expected a vector of {', '.join(WIRE_TYPES)}, got shape {tuple(t.shape)} of {t.dtype}")
     values = t.detach().cpu()
     if t.dtype is torch.bfloat16:
         values = values.view(torch.uint16)
-    return values.numpy().astype(little, copy=False).tobytes()
+    return np.ascontiguousarray(values.numpy(), little).view(np.uint8).data
 
 
-def encode_parts(parts: Sequence[Tensor]) -> list[bytes]:
-    """:func:`encode_tensor` of each; of short ones at once."""
+def encode_parts(parts: Sequence[Tensor]) -> list[Piece]:
+    """:func:`encode_tensor` of each, of short ones at once; of long ones :func:`view_bytes`, to spare the copy."""
     ends = list(itertools.accumulate(part.numel() * part.itemsize for part in parts))
     if not ends or ends[-1] > 4 * _SMALL:
-        return [encode_tensor(part) for part in parts]
+        return [view_bytes(part) for part in parts]
     data = encode_tensor(torch.cat(list(parts)))
     return [data[start:end] for start, end in itertools.pairwise((0, *ends))]
 
 
-def decode_tensor(data: bytes | memoryview, size: int, dtype: torch.dtype) -> Tensor | None:
-    """The vector of ``size`` numbers, or None if the bytes are too many or too few for it."""
+def decode_tensor(data: Piece, size: int, dtype: torch.dtype) -> Tensor | None:
+    """The vector of ``size`` numbers, or None if the bytes are too many or too few for it.
+
+    It lies where a ``bytearray`` has it, if this machine holds numbers so; of ``bytes``, which stay as they are, it is
+    a copy.
+    """
     if len(data) != size * dtype.itemsize:
         return None
     if size == 0:
         return torch.empty(0, dtype=dtype)
-    vector = torch.from_numpy(np.frombuffer(data, _LITTLE[dtype]).astype(_NATIVE[dtype]))
+    numbers = np.frombuffer(data, _LITTLE[dtype])
+    vector = torch.from_numpy(numbers.astype(_NATIVE[dtype], copy=not isinstance(data, bytearray)))
     return vector.view(dtype) if dtype is torch.bfloat16 else vector
 
 
@@ -101,6 +116,8 @@ def prepare_gradient(vector: Tensor, cap: float, dtype: torch.dtype) -> Tensor:
     Numbers beyond the type's range are brought to its edge. The norm is summed in one order on every CPU.
     """
     values = vector.detach().cpu().float()
+    if dtype is torch.float32 and _is_clearly_within(values, cap):
+        return values.clone().to(vector.device)
     square = _square(values)
     if not math.isfinite(square):
         return torch.zeros(len(values), dtype=dtype, device=vector.device)
@@ -114,7 +131,7 @@ def prepare_gradient(vector: Tensor, cap: float, dtype: torch.dtype) -> Tensor:
     return out.to(vector.device)
 
 
-def read_part(data: bytes | memoryview, size: int, dtype: torch.dtype, cap: float) -> tuple[Tensor, bool]:
+def read_part(data: Piece, size: int, dtype: torch.dtype, cap: float) -> tuple[Tensor, bool]:
     """What everybody takes committed bytes to mean, and whether they were valid.
 
     Bytes of the wrong length, with a number that is not finite, or longer than an honest part can be, count as the zero
@@ -124,7 +141,7 @@ def read_part(data: bytes | memoryview, size: int, dtype: torch.dtype, cap: floa
 
 
 def read_parts(
-    pieces: Sequence[bytes | memoryview], sizes: tuple[int, ...], dtype: torch.dtype, cap: float
+    pieces: Sequence[Piece], sizes: tuple[int, ...], dtype: torch.dtype, cap: float
 ) -> list[tuple[Tensor, bool]]:
     """:func:`read_part` of each."""
     limits = [_longest(cap, size, dtype) for size in sizes]
@@ -135,7 +152,38 @@ def read_parts(
     ]
 
 
-def read_aggregate(data: bytes | memoryview, size: int, dtype: torch.dtype, cap: float) -> Tensor | None:
+def read_stack(pieces: Sequence[Piece], size: int, dtype: torch.dtype, cap: float) -> tuple[Tensor, list[bool]]:
+    """:func:`read_part` of each, as the rows of one matrix; and which of them were valid."""
+    nothing, limit = bytes(size * dtype.itemsize), _longest(cap, size, dtype)
+    fit = [len(data) == len(nothing) for data in pieces]
+    numbers = _lay_in_rows([data if fits else nothing for data, fits in zip(pieces, fit, strict=True)], size, dtype)
+    stack = torch.from_numpy(numbers).view(dtype)
+    valid = [fits and within for fits, within in zip(fit, _are_within(stack, limit), strict=True)]
+    if not all(valid):
+        numbers[np.logical_not(valid)] = 0
+    return stack, valid
+
+
+def _lay_in_rows(pieces: Sequence[Piece], size: int, dtype: torch.dtype) -> npt.NDArray[Any]:
+    """The numbers in pieces of one size; where calls cost more than arithmetic, with as few as will do."""
+    if len(pieces) * size <= _SMALL:
+        return np.frombuffer(b"".join(pieces), _LITTLE[dtype]).astype(_NATIVE[dtype]).reshape(-1, size)
+    numbers = np.empty((len(pieces), size), _NATIVE[dtype])
+    for row, data in zip(numbers, pieces, strict=True):
+        row[:] = np.frombuffer(data, _LITTLE[dtype])
+    return numbers
+
+
+def _are_within(stack: Tensor, limit: float) -> list[bool]:
+    """Whether each row is finite and no longer than ``limit``."""
+    if not 0 < stack.numel() <= _SMALL:
+        return [_is_within_limit(row, limit) for row in stack]
+    wide = _wide(stack)
+    squares: list[float] = _add_up(wide * wide).tolist()
+    return [_is_within(row, square, limit) for row, square in zip(stack.unbind(), squares, strict=True)]
+
+
+def read_aggregate(data: Piece, size: int, dtype: torch.dtype, cap: float) -> Tensor | None:
     """An aggregate; None if the bytes cannot be one.
 
     A weighted mean of valid parts is no longer than the longest, but for the rounding of its own numbers.
@@ -144,14 +192,14 @@ def read_aggregate(data: bytes | memoryview, size: int, dtype: torch.dtype, cap:
 
 
 def decode_aggregates(
-    pieces: Sequence[bytes | memoryview], sizes: tuple[int, ...], dtype: torch.dtype, cap: float
+    pieces: Sequence[Piece], sizes: tuple[int, ...], dtype: torch.dtype, cap: float
 ) -> list[Tensor | None]:
     """:func:`read_aggregate` of each."""
     return _read_within(pieces, sizes, dtype, [_longest_aggregate(cap, size, dtype) for size in sizes])
 
 
 def _read_within(
-    pieces: Sequence[bytes | memoryview], sizes: tuple[int, ...], dtype: torch.dtype, limits: Sequence[float]
+    pieces: Sequence[Piece], sizes: tuple[int, ...], dtype: torch.dtype, limits: Sequence[float]
 ) -> list[Tensor | None]:
     """The vectors in these bytes; None for bytes of the wrong length, or what is not finite or beyond its limit."""
     fit = [len(data) == size * dtype.itemsize for data, size in zip(pieces, sizes, strict=True)]
@@ -160,13 +208,12 @@ def _read_within(
         whole, wide = decode_tensor(data, sum(sizes), dtype), _decode_wide(data, dtype)
         assert whole is not None
         squares: list[float] = np.add.reduceat(wide * wide, _starts(sizes)).tolist()
-        vectors: Sequence[Tensor | None] = torch.split_with_sizes(whole, sizes)
-    else:
-        vectors = [decode_tensor(data, size, dtype) for data, size in zip(pieces, sizes, strict=True)]
-        squares = [_square(vector) if vector is not None else math.inf for vector in vectors]
+        each = zip(torch.split_with_sizes(whole, sizes), squares, limits, strict=True)
+        return [vector if _is_within(vector, square, limit) else None for vector, square, limit in each]
+    vectors = [decode_tensor(data, size, dtype) for data, size in zip(pieces, sizes, strict=True)]
     return [
-        vector if vector is not None and _is_within(vector, square, limit) else None
-        for vector, square, limit in zip(vectors, squares, limits, strict=True)
+        vector if vector is not None and _is_within_limit(vector, limit) else None
+        for vector, limit in zip(vectors, limits, strict=True)
     ]
 
 
@@ -207,6 +254,21 @@ def _least(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps
 
 
+def _is_within_limit(vector: Tensor, limit: float) -> bool:
+    """:func:`_is_within` for a long vector: most are so short that float32 can tell, at a fraction of the price."""
+    return _is_clearly_within(vector, limit) or _is_within(vector, _square(vector), limit)
+
+
+def _is_clearly_within(vector: Tensor, limit: float) -> bool:
+    """Whether even a sum in float32, whose error is below half a percent in every chunk, says so.
+
+    It does not where a number is not finite or squares overflow. Squares too small for float32 do not matter.
+    """
+    if vector.dtype is not torch.float32 or limit < _LEAST_CLEAR:
+        return False
+    return sum(float(torch.dot(piece, piece)) for piece in _pieces(vector)) <= _CLEAR * min(limit, _LARGEST_CLEAR) ** 2
+
+
 def _is_within(vector: Tensor, square: float, limit: float) -> bool:
     """Whether the vector is finite and no longer than ``limit``, with the same answer on every platform.
 
@@ -224,10 +286,11 @@ def _is_within(vector: Tensor, square: float, limit: float) -> bool:
 
 def _square(vector: Tensor) -> float:
     """``|vector|^2``; inf or nan where a number is not finite."""
-    total = 0.0
+    total, room = 0.0, np.empty(min(_CHUNK, vector.numel()))
     for piece in _pieces(vector):
-        x = _wide(piece)
-        total += float(_add_up(x * x))
+        x = room[: piece.numel()]
+        _fill(x, piece)
+        total += float(_add_up(np.multiply(x, x, out=x)))
     return total
 
 
@@ -250,6 +313,13 @@ def _wide(t: Tensor) -> Array:
     t = t.cpu()
     # Of short vectors numpy makes less ado, but it does not know bfloat16.
     return _widen((t.float() if t.itemsize == 2 else t).numpy())
+
+
+def _fill(out: Array, numbers: Tensor) -> None:
+    """Put numbers where there is room for them, as :func:`_wide` makes them."""
+    numbers = numbers.cpu()
+    with np.errstate(invalid="ignore"):
+        out[:] = (numbers.float() if numbers.itemsize == 2 else numbers).numpy()
 
 
 def _widen(numbers: npt.NDArray[np.floating]) -> Array:
@@ -337,8 +407,12 @@ def _measure(rows: Tensor | Sequence[Tensor], aggregate: Tensor, seeds: tuple[by
     """``<z, g_i - a>`` for each ``z`` and row, and ``|g_i - a|^2``: long rows, in chunks, each ``z`` drawn once."""
     streams, count = [Stream(seed) for seed in seeds], len(rows)
     sums, squares = np.zeros((len(seeds), count)), np.zeros(count)
+    room = np.empty((len(seeds) + 3, min(_CHUNK, aggregate.numel())))  # fresh memory costs more than the arithmetic
     for columns in _chunks(aggregate.numel()):
-        vectors = np.stack([_draw(stream, columns.stop - columns.start) for stream in streams])
+        width = columns.stop - columns.start
+        vectors, (about, x, products) = room[:-3, :width], room[-3:, :width]
+        for stream, vector in zip(streams, vectors, strict=True):
+            _draw(stream, vector)
         if aggregate.is_cuda:
             z, centre = torch.from_numpy(vectors).to(aggregate.device), aggregate[columns].double()
             for i in range(count):
@@ -347,19 +421,25 @@ def _measure(rows: Tensor | Sequence[Tensor], aggregate: Tensor, seeds: tuple[by
                 sums[:, i] += found[:-1]
                 squares[i] += found[-1]
             continue
-        about = _wide(aggregate[columns])
+        _fill(about, aggregate[columns])
         for i in range(count):
-            x = _wide(rows[i][columns]) - about
-            squares[i] += _add_up(x * x)
+            _fill(x, rows[i][columns])
+            np.subtract(x, about, out=x)
+            squares[i] += _add_up(np.multiply(x, x, out=products))
             for k, vector in enumerate(vectors):
-                sums[k, i] += _add_up(vector * x)
+                sums[k, i] += _add_up(np.multiply(vector, x, out=products))
     return sums, squares
 
 
-def _draw(stream: Stream, count: int) -> Array:
+def _draw(stream: Stream, out: Array) -> None:
     """The next numbers of what ``gaussian_vector`` returns at once."""
-    values: Array = gaussian_table()[np.frombuffer(stream.draw_bytes(2 * count), "<u2")].astype(np.float64)
-    return values
+    places = np.frombuffer(stream.draw_bytes(2 * len(out)), "<u2").astype(np.int32)
+    torch.index_select(_wide_table(), 0, torch.from_numpy(places), out=torch.from_numpy(out))
+
+
+@cache
+def _wide_table() -> Tensor:
+    return torch.from_numpy(gaussian_table().astype(np.float64))
 
 
 @lru_cache(maxsize=64)
@@ -373,7 +453,9 @@ def _joined_vectors(seeds: tuple[tuple[bytes, ...], ...], sizes: tuple[int, ...]
 @lru_cache(maxsize=256)
 def _get_vectors(seeds: tuple[bytes, ...], size: int) -> Array:
     """Those of one part: a contributor wants them for its report, an aggregator once more for V1."""
-    vectors: Array = np.stack([_draw(Stream(seed), size) for seed in seeds])
+    vectors = np.empty((len(seeds), size))
+    for seed, vector in zip(seeds, vectors, strict=True):
+        _draw(Stream(seed), vector)
     vectors.setflags(write=False)
     return vectors
 

@@ -15,7 +15,7 @@ from phalanx.core.clipping import centered_clip
 from phalanx.core.config import KEPT_STEPS
 from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import ComputeGradient, Effect
-from phalanx.core.verification import Projections, compute_report, encode_tensor
+from phalanx.core.verification import Projections, compute_report, view_bytes
 from phalanx.training.gradients import Gradients
 from phalanx.training.optimizers import Optimizer, State, compute_state_digest, decode_state, encode_state
 
@@ -54,7 +54,7 @@ class Workshop:
         if self._history:
             self.parameters[step] = self._states[state].parameters
             self.parameters.pop(step - self._history - 1, None)
-        asked = state, compute_digest("aggregate", encode_tensor(aggregate))
+        asked = state, compute_digest("aggregate", view_bytes(aggregate))
         if asked not in self._updates:
             after = self.optimizer.update(self._states[state], aggregate, step)
             self._updates[asked] = self.add(after)

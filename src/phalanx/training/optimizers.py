@@ -32,7 +32,7 @@ from torch import Tensor
 
 from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
-from phalanx.core.verification import WIRE_TYPES, decode_tensor, encode_tensor
+from phalanx.core.verification import WIRE_TYPES, decode_tensor, view_bytes
 from phalanx.training.schedules import SCHEDULES, Schedule, compute_power
 
 _BLOCK = 1 << 17  # numbers that a CPU takes through all operations while they are in its cache
@@ -56,7 +56,7 @@ class State:
 
 def encode_state(state: State) -> bytes:
     """The parameters, then the slots, as little-endian float32."""
-    return b"".join(map(encode_tensor, (state.parameters, *state.slots)))
+    return b"".join(map(view_bytes, (state.parameters, *state.slots)))
 
 
 def decode_state(data: bytes, size: int, slots: int, device: torch.device | str = "cpu") -> State | None:
@@ -70,7 +70,7 @@ def decode_state(data: bytes, size: int, slots: int, device: torch.device | str 
 
 def compute_state_digest(state: State) -> bytes:
     """32 bytes that bind every number, how many there are and how many slots."""
-    return compute_digest("optimizer state", *map(encode_tensor, (state.parameters, *state.slots)))
+    return compute_digest("optimizer state", *map(view_bytes, (state.parameters, *state.slots)))
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -25,6 +25,7 @@ from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
     WIRE_TYPES,
+    Piece,
     compute_report,
     prepare_gradient,
     projection_seeds,
@@ -135,7 +136,7 @@ class Justice(Checker):
         letters = [x for peer in peers for x in peer.trials.get(view.height, {}).get(who, {}).values()]
         return {letter.body.parts for letter in letters if isinstance(letter.body, m.Trial)}
 
-    def _compute_parts(self, peer: Peer, view: View, who: bytes) -> list[bytes]:
+    def _compute_parts(self, peer: Peer, view: View, who: bytes) -> list[Piece]:
         seed = compute_batch_seed(self.config, view.randomness, view.step, who)
         gradient = self.swarm.get_machine(peer.key).compute_gradient(view.step, seed)
         assert gradient is not None
