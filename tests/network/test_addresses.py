@@ -149,3 +149,11 @@ def test_a_page_leaves_out_what_is_no_address() -> None:
 )
 def test_a_damaged_page_is_empty(data: bytes) -> None:
     assert decode_page(data) == []
+
+
+def test_a_book_is_sure_of_what_is_more_than_hearsay() -> None:
+    book = Book()
+    book.add_hearsay(parse_address(address_of(ALICE, 1)))
+    assert not book.is_sure_of(ALICE.key)
+    book.add(parse_address(address_of(ALICE, 2)))
+    assert book.is_sure_of(ALICE.key)

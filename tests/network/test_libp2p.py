@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -154,7 +155,8 @@ async def main():
     if os.fork() == 0:
         time.sleep(60)
         os._exit(0)
-    print(daemon._process.pid, "hivemind" in sys.modules, logging.getLevelName(logging.WARNING), flush=True)
+    level = logging.getLevelName(logging.WARNING)
+    print(daemon._process.pid, daemon._folder, "hivemind" in sys.modules, level, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -171,11 +173,12 @@ def test_the_daemon_dies_with_us_even_by_kill_9(tmp_path: Path) -> None:
     ) as process:
         try:
             assert process.stdout is not None
-            pid, imported, level = process.stdout.readline().split()
+            pid, folder, imported, level = process.stdout.readline().split()
             assert (imported, level) == ("False", "WARNING")
             assert is_running(int(pid))
             process.kill()
             process.wait()
             await_end(int(pid))
+            shutil.rmtree(folder)  # nobody is left to do it
         finally:
             os.killpg(process.pid, signal.SIGKILL)

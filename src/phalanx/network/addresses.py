@@ -228,6 +228,10 @@ class Book:
         """Nobody answered at any address of this key: make room for what others say now."""
         self._hearsay.pop(key, None)
 
+    def is_sure_of(self, key: bytes) -> bool:
+        """Whether there is more than hearsay about a key."""
+        return key in self._own
+
     def get(self, key: bytes) -> tuple[Address, ...]:
         return (*self._own.get(key, {}).values(), *self._hearsay.get(key, {}).values())
 

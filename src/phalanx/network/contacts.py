@@ -56,6 +56,7 @@ class Contacts:
         self._asking: dict[bytes, int] = {}
         self._tasks = Tasks()
         self._meeting: asyncio.Task[None] | None = None
+        self._being_greeted: set[bytes] = set()
         self._last_search = -_SEARCH_PAUSE
         self.add(peers)
 
@@ -80,11 +81,13 @@ class Contacts:
             await daemon.connect(key, self.book.get(key))
             if key in self._circle.members:
                 await daemon.favour(key)
-            return await daemon.open_stream(key, protocol)
+            stream = await daemon.open_stream(key, protocol)
         except Unreachable:
             self.book.forget_hearsay(key)
             self._look_for(key)
             raise
+        self.greet(key)
+        return stream
 
     def _get_daemon(self) -> Daemon:
         if self.daemon is None or self.daemon.ended.is_set():
@@ -160,9 +163,11 @@ class Contacts:
             self.found(address.key)
 
     def greet(self, key: bytes) -> None:
-        """Somebody opened a stream to us: if it is a member of whom we know no address, ask."""
-        if key in self._circle.members and not self.book.get(key):
-            self._tasks.spawn(self._try_exchange(key))
+        """There is a stream to or from somebody: if it is a member of whom there is only hearsay, ask it."""
+        if key in self._circle.members and key not in self._being_greeted and not self.book.is_sure_of(key):
+            self._being_greeted.add(key)
+            task = self._tasks.spawn(self._try_exchange(key))
+            task.add_done_callback(lambda _: self._being_greeted.discard(key))
 
     def _answer_book(self, sender: bytes, request: bytes) -> bytes:
         own = [address for address in decode_page(request) if address.key == sender]

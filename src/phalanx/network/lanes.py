@@ -27,6 +27,9 @@ from phalanx.network.simulated import name_kind
 log = logging.getLogger("phalanx.network")
 
 _HEADER = 4
+_GOODBYE = bytes(_HEADER)
+"""An empty frame: nothing follows. A connection that is closed takes along what its far end has not read yet, so who
+sends waits for who reads to close the stream."""
 _READ_AHEAD = 1 << 14
 _JOIN = 1 << 14  # bytes that are cheaper to copy behind their header than to send on their own
 _CHUNKS = (PartChunk, AggregateChunk, StateChunk)
@@ -281,8 +284,8 @@ class Outbox:
                 self._queue.popleft()
                 self._bytes -= parcel.size
                 self._sent(parcel)
-            stream.shutdown(socket.SHUT_WR)
-            while await loop.sock_recv(stream, 1024):  # the daemon closes its side when it has passed everything on
+            await loop.sock_sendall(stream, _GOODBYE)
+            while await loop.sock_recv(stream, 1024):  # the receiver closes the stream once it has read everything
                 pass
 
     async def _has_more(self) -> bool:
@@ -313,7 +316,7 @@ class FrameStream:
         self._start = self._end = 0
 
     async def read(self, get_limit: Callable[[], int], least: int = 1) -> bytes | None:
-        """The next frame, or None at the end of the stream.
+        """The next frame; None at the end of the stream, or at a frame of less than ``least`` bytes: a goodbye.
 
         :class:`Malformed` if it is longer than ``get_limit()`` says when its length is known; TimeoutError if it comes
         too slowly; EOFError if the stream ends in mid-frame.
@@ -327,7 +330,9 @@ class FrameStream:
                         raise EOFError("the stream ended within a frame")
         size = int.from_bytes(self._view[self._start : self._start + _HEADER], "big")
         limit = get_limit()
-        if not least <= size <= limit:
+        if size < least:
+            return None
+        if size > limit:
             raise Malformed(f"a frame of {size} bytes where {least} to {limit} are allowed")
         self._start += _HEADER
         if size <= self._end - self._start:

@@ -33,7 +33,7 @@ from phalanx.core.verification import WIRE_TYPES
 from phalanx.events import Event
 from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox
-from phalanx.network.transport import Transport
+from phalanx.network.transport import Limits, Transport
 from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint
 from phalanx.training.gradients import describe_platform
 from phalanx.training.manifest import NetworkManifest
@@ -42,6 +42,7 @@ from phalanx.training.solo import Solo
 
 JOURNAL = "journal.bin"
 _INBOX = 1 << 27
+_GRADIENTS_QUEUED, _LEAST_QUEUE = 3, 1 << 24
 _KNOCK = 0.25  # seconds between two looks at who is there
 _LINGER = 10.0  # times delta, for those who are not as far when the run ends
 _GOODBYE = 12.0  # times delta: longer than that nobody waits to be let go
@@ -118,6 +119,7 @@ class Member:
             listen=settings.listen,
             announce=settings.announce,
             peers=settings.peers,
+            limits=Limits(bulk_queue=max(_LEAST_QUEUE, _GRADIENTS_QUEUED * config.size * 4)),
         )
         for what, answerer in settings.answers.items():
             self._transport.answer(what, answerer)
