@@ -824,7 +824,7 @@ bug(
 )
 bug(
     "probationers are not checked",
-    ("finish_step", "for _ in range(config.probation_checks)", "for _ in ()"),
+    ("_draw_trial_checks", "for _ in range(count)", "for _ in ()"),
     peers=5,
     steps=10,
     attackers=("", "", "", "", "", "wrong_gradient"),
