@@ -50,7 +50,7 @@ def fetch(peer: Peer, is_here: Callable[[], bool], ask: Callable[[], Iterable[Ef
 
 def compute_gradient(peer: Peer, step: int, seed: bytes) -> Story:
     """A gradient in its wire type, or None if the state is not here. The peer goes on listening meanwhile."""
-    known = peer.gradients.get((step, seed))
+    known = peer.find_gradient(step, seed)
     if known is None:
         ticket = yield Begin(ComputeGradient(step, seed))
         while ticket not in peer.finished:

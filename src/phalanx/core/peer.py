@@ -28,7 +28,7 @@ from phalanx.core.membership import (
 )
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Phase, Signed
-from phalanx.core.partition import compute_part_sizes
+from phalanx.core.partition import compute_part_sizes, join_parts
 from phalanx.core.slowpath import Resolution, is_valid_alarm
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 from phalanx.core.verification import WIRE_TYPES, Piece
@@ -69,7 +69,8 @@ class Lost(Exception):  # noqa: N818
 class Own:
     """What this peer made itself in one step: kept as long as somebody may want to check it."""
 
-    gradient: Tensor | None = None
+    seed: bytes = b""
+    """Of the batch whose gradient this is."""
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
     """All parts, by attempt."""
     parts: dict[int, list[Piece]] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class Peer:
         self.partial: dict[tuple[Any, ...], dict[int, bytes]] = {}
         self.answered_alarms: set[tuple[int, int]] = set()
         self.gradients: dict[tuple[int, bytes], Tensor] = {}
-        """What was computed lately, by step and seed."""
+        """What was computed lately for others, by step and seed."""
         self.finished: dict[int, Any] = {}
         self.adopted: Lost | None = None
         self.astray = False
@@ -394,6 +395,13 @@ class Peer:
             return None
         self.verified.add(place)
         return data
+
+    def find_gradient(self, step: int, seed: bytes) -> Tensor | None:
+        """A gradient that I have computed lately. My own is held in its parts alone."""
+        own = self.own.get(step)
+        if own is not None and own.tensors and own.seed == seed:
+            return join_parts(next(iter(own.tensors.values())))
+        return self.gradients.get((step, seed))
 
     def get_path(self, place: tuple[int, int, bytes, int]) -> m.Path:
         step, attempt, owner, part = place

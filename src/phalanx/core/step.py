@@ -251,7 +251,8 @@ def prepare_parts(peer: Peer) -> Story:
     if view.attempt not in own.parts:
         seed = compute_batch_seed(peer.config, view.randomness, view.step, peer.key)
         gradient = yield from compute_gradient(peer, view.step, seed)
-        own.tensors[view.attempt] = split_parts(gradient, len(view.roster))
+        own.seed, own.tensors[view.attempt] = seed, split_parts(gradient, len(view.roster))
+        peer.gradients.pop((view.step, seed), None)
         own.parts[view.attempt] = encode_parts(own.tensors[view.attempt])
         digests = [hash_part(part) for part in own.parts[view.attempt]]
         own.roots[view.attempt], own.paths[view.attempt] = compute_paths(digests)

@@ -71,18 +71,23 @@ _NATIVE = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16:
 
 def encode_tensor(t: Tensor) -> bytes:
     """The numbers of a vector in a wire type, as little-endian bytes."""
-    return bytes(view_bytes(t))
+    return _get_numbers(t).tobytes()
 
 
 def view_bytes(t: Tensor) -> memoryview:
     """What :func:`encode_tensor` copies. Where the vector has its numbers in that form, these are they: a view."""
+    return np.ascontiguousarray(_get_numbers(t)).view(np.uint8).data
+
+
+def _get_numbers(t: Tensor) -> npt.NDArray[Any]:
+    """The numbers as they are on the wire, without a copy if they are so here."""
     little = _LITTLE.get(t.dtype)
     if t.ndim != 1 or little is None:
         raise ValueError(f"t: expected a vector of {', '.join(WIRE_TYPES)}, got shape {tuple(t.shape)} of {t.dtype}")
     values = t.detach().cpu()
     if t.dtype is torch.bfloat16:
         values = values.view(torch.uint16)
-    return np.ascontiguousarray(values.numpy(), little).view(np.uint8).data
+    return values.numpy().astype(little, copy=False)
 
 
 def encode_parts(parts: Sequence[Tensor]) -> list[Piece]:
