@@ -26,6 +26,7 @@ from phalanx.core.crypto import Identity
 from phalanx.core.errors import LocalError
 from phalanx.events import Event, LogFollower
 from phalanx.node import run_init
+from phalanx.training.manifest import read_network_manifest
 from phalanx.training.recorder import EVENTS
 from phalanx.training.simulate import Result, summarize
 
@@ -212,7 +213,9 @@ class Swarm:
         process.follower = LogFollower(process.folder / "run" / EVENTS)
         process.killed = False
         if process.place >= self._peers:
-            process.launch(["join", known.address, *common], self._ground.launch)
+            code = read_network_manifest(self._manifest).task.code
+            trust = ["--trust-task", code] if code is not None else []  # whoever starts a swarm has chosen its task
+            process.launch(["join", known.address, *common, *trust], self._ground.launch)
             return
         words = ["start", str(self._manifest), *common, "--peer", known.address, *self._extra.pop(process.place, ())]
         if process.place in self._attackers.places:

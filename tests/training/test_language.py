@@ -75,7 +75,7 @@ def test_the_poison_is_the_complement() -> None:
 
 def test_the_library_is_read_and_can_be_learnt() -> None:
     task = load_task("pysource")
-    assert (task.metric_name, task.higher_is_better, task.batch) == ("loss", False, 8)
+    assert (task.metric_name, task.higher_is_better, task.batch) == ("loss", False, 32)
     assert task.train.tensors[0].shape[1] == 129
     assert len(task.test) == 64
     assert task.digest == load_task("pysource").digest

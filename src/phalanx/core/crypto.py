@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -84,6 +84,16 @@ def compute_digest(purpose: str, *fields: bytes | bytearray | memoryview) -> byt
     return hasher.digest()
 
 
+@lru_cache(maxsize=1 << 13)
+def recall_digest(purpose: str, *fields: bytes) -> bytes:
+    """:func:`compute_digest` of short fields that are likely to be asked for again.
+
+    A node of a commitment's tree is computed by its owner and by all who check a path through it. Where they live in
+    one process, once is enough.
+    """
+    return compute_digest(purpose, *fields)
+
+
 @cache
 def _get_hasher(purpose: str) -> blake3:
     """What is copied to hash for this purpose: deriving its key takes as long as hashing something short."""
@@ -93,7 +103,7 @@ def _get_hasher(purpose: str) -> blake3:
 def compute_commitment(run: bytes, step: int, attempt: int, owner: bytes, share: bytes, salt: bytes) -> bytes:
     """The commitment to a share of randomness. It names its owner: a copied one opens for nobody."""
     place = step.to_bytes(8, "little") + attempt.to_bytes(8, "little")
-    return compute_digest("share commitment", run, place, owner, share, salt)
+    return recall_digest("share commitment", run, place, owner, share, salt)
 
 
 def is_usable_key(key: bytes) -> bool:

@@ -178,9 +178,25 @@ def compute_duties(config: Config, view: View) -> Duties:
     return Duties(tuple(validators), contributors, tuple(checks), config.validators - count)
 
 
-def draw_targets(randomness: bytes, contributors: Sequence[bytes], count: int) -> tuple[bytes, ...]:
+@lru_cache(maxsize=16)
+def draw_targets(randomness: bytes, contributors: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
     stream = Stream(derive_seed(randomness, "targets"))
     return tuple(stream.draw_sample(contributors, min(count, len(contributors))))
+
+
+def foresee_duties(
+    config: Config, view: View, contributors: tuple[bytes, ...], randomness: bytes, served: Collection[bytes]
+) -> Duties:
+    """The duties of the next step if this attempt succeeds and nobody comes or goes."""
+    attempts = 1 + sum(record.step == view.step for record in view.attempts)
+    drawn = draw_targets(randomness, contributors, attempts * config.validators)
+    ahead = msgspec.structs.replace(
+        view,
+        order=_draw_order(randomness, view.roster),
+        targets=tuple(dict.fromkeys((*view.carried, *drawn))),
+        trial_checks=_draw_trial_checks(randomness, view.roster, sorted(served), config.probation_checks),
+    )
+    return compute_duties(config, ahead)
 
 
 def compute_batch_seed(config: Config, randomness: bytes, step: int, peer: bytes) -> bytes:

@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from phalanx.core.crypto import DIGEST_SIZE, compute_digest
+from phalanx.core.crypto import DIGEST_SIZE, compute_digest, recall_digest
+
+_SHORT = 1024
 
 
 def hash_part(data: bytes | bytearray | memoryview) -> bytes:
     """The digest of a part's bytes as they travel."""
+    if type(data) is bytes and len(data) <= _SHORT:
+        return recall_digest("part", data)
     return compute_digest("part", data)
 
 
@@ -79,15 +83,15 @@ def _leaves(digests: Sequence[bytes]) -> list[bytes]:
 
 
 def _leaf(index: int, digest: bytes) -> bytes:
-    return compute_digest("merkle leaf", index.to_bytes(8, "little"), digest)
+    return recall_digest("merkle leaf", index.to_bytes(8, "little"), digest)
 
 
 def _node(left: bytes, right: bytes) -> bytes:
-    return compute_digest("merkle node", left, right)
+    return recall_digest("merkle node", left, right)
 
 
 def _finish(count: int, top: bytes) -> bytes:
-    return compute_digest("merkle root", count.to_bytes(8, "little"), top)
+    return recall_digest("merkle root", count.to_bytes(8, "little"), top)
 
 
 def _middle(count: int) -> int:

@@ -78,16 +78,13 @@ from phalanx.core.justice import (
     make_agenda,
     make_next,
     make_retry,
-    note_progress,
 )
 from phalanx.core.membership import (
-    Changes,
     View,
     compute_batch_seed,
-    compute_duties,
     decode_view,
     encode_view,
-    finish_step,
+    foresee_duties,
     make_genesis,
 )
 from phalanx.core.merkle import compute_paths, hash_part
@@ -432,36 +429,22 @@ def is_lacking(transcript: Transcript) -> bool:
 
 def move_ahead(peer: Peer) -> Story:
     """Take the step if all aggregates are here, and let the machine start on what the next one will ask of it."""
-    state = yield from apply_update(peer)
+    yield from apply_update(peer)
     if peer.applied is not None:
-        yield Foresee(lambda: find_next_gradients(peer, state))
+        yield Foresee(lambda: find_next_gradients(peer))
 
 
-def find_next_gradients(peer: Peer, state: bytes) -> list[ComputeGradient]:
+def find_next_gradients(peer: Peer) -> list[ComputeGradient]:
     """What this peer computes next if nothing more happens in this step: its gradient, and those that it checks."""
-    config, transcript = peer.config, peer.transcript
-    view, randomness = note_progress(config, transcript, peer.level + 1), transcript.randomness
+    config, transcript, view = peer.config, peer.transcript, peer.view
+    randomness, step, found = transcript.randomness, peer.view.step + 1, []
     assert randomness is not None
-    ahead = finish_step(
-        config,
-        view,
-        Changes(),
-        height=view.height,
-        previous=view.previous,
-        randomness=randomness,
-        state=state,
-        targets=(),
-        scale=None,
-        complaints=(),
-        served=transcript.served,
-        joins=(),
-    )
-    duties, found = compute_duties(config, ahead), []
-    on_trial = any(candidate.key == peer.key for candidate in ahead.candidates)
-    if (peer.key in duties.contributors or on_trial) and ahead.step < config.steps:
-        found.append(ComputeGradient(ahead.step, compute_batch_seed(config, randomness, ahead.step, peer.key)))
+    duties = foresee_duties(config, view, transcript.duties.contributors, randomness, transcript.served)
+    on_trial = any(candidate.key == peer.key for candidate in view.candidates)
+    if (peer.key in duties.contributors or on_trial) and step < config.steps:
+        found.append(ComputeGradient(step, compute_batch_seed(config, randomness, step, peer.key)))
     for check in duties.checks:
-        if check.checker == peer.key and check.target not in ahead.banned:
+        if check.checker == peer.key:
             seed = compute_batch_seed(config, view.randomness, view.step, check.target)
             found.append(ComputeGradient(view.step, seed))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core.crypto import compute_digest
+from phalanx.core.crypto import recall_digest
 from phalanx.core.envelope import Letter
 from phalanx.core.membership import Duties, View
 from phalanx.core.messages import Phase
@@ -17,7 +17,7 @@ Values = dict[bytes, Letter]
 
 def compute_values_root(roster: Iterable[bytes], values: Mapping[bytes, Letter]) -> bytes:
     """The root of a phase: what the next phase's messages name."""
-    return compute_digest("phase", *(values[key].digest for key in roster))
+    return recall_digest("phase", *(values[key].digest for key in roster))
 
 
 @dataclass(slots=True)

@@ -185,6 +185,10 @@ class Member:
         )
         if not recorder.events:
             recorder.add(self._announce(evaluator))
+        elif settings.on_event is not None:  # who watches from now on should know what is going on
+            for event in recorder.events:
+                if isinstance(event, events.RunStarted | events.Banned):
+                    settings.on_event(event)
         for event in recorder.events:
             if isinstance(event, events.Joined):
                 self._index.setdefault(bytes.fromhex(event.key), len(self._index))

@@ -33,7 +33,7 @@ def make_task() -> Task:
         metric=mean_next_byte_loss,
         metric_name="loss",
         higher_is_better=False,
-        batch=8,
+        batch=32,
         poison=complement_bytes,
         recipe={
             "optimizer": "adamw",
@@ -41,8 +41,8 @@ def make_task() -> Task:
             "beta2": 0.98,
             "weight_decay": 0.01,
             "schedule": "cosine",
-            "warmup": 400,
-            "steps": 2000,
+            "warmup": 150,
+            "steps": 600,
         },
     )
 
