@@ -175,7 +175,7 @@ def test_odds_of_being_checked_as_drawn() -> None:
 
 
 def test_targets_are_different_contributors() -> None:
-    contributors = [make_key(number) for number in range(9)]
+    contributors = tuple(make_key(number) for number in range(9))
     for number in range(50):
         drawn = draw_targets(make_key(number), contributors, 4)
         assert len(set(drawn)) == 4
