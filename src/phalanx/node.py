@@ -129,10 +129,9 @@ def _take_part(
 def _make_settings(folder: Path, door: Door, manifest: NetworkManifest, spec: str) -> Settings:
     """Put the manifest into the peer's folder; refuse a folder of another run."""
     folder.mkdir(parents=True, exist_ok=True)
-    text, held = format_manifest(manifest), folder / MANIFEST
-    if held.exists() and format_manifest(read_network_manifest(held)) != text:
-        raise LocalError(f"{folder}: there is another run in this folder; choose another with --out")
-    write_safely(held, lambda place: place.write_text(text, encoding="utf-8"))
+    _require_folder(folder, manifest)
+    text = format_manifest(manifest)
+    write_safely(folder / MANIFEST, lambda place: place.write_text(text, encoding="utf-8"))
     code = Path(spec.rpartition(":")[0]).read_bytes() if spec not in TASKS else b""
     return Settings(
         out=folder,
@@ -141,6 +140,12 @@ def _make_settings(folder: Path, door: Door, manifest: NetworkManifest, spec: st
         peers=door.peers,
         answers={"manifest": lambda key, request: text.encode(), "task": lambda key, request: code},
     )
+
+
+def _require_folder(folder: Path, manifest: NetworkManifest) -> None:
+    held = folder / MANIFEST
+    if held.exists() and format_manifest(read_network_manifest(held)) != format_manifest(manifest):
+        raise LocalError(f"{folder}: there is another run in this folder; choose another with --out")
 
 
 def _say(text: str) -> None:
@@ -153,12 +158,11 @@ def _say_where(addresses: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _on_interrupt(leave: Callable[[], None]) -> Iterator[None]:
+def _on_interrupt(leave: Callable[[], str]) -> Iterator[None]:
     """Ctrl-C and the wish of the system to end: leave in good order; the second time, at once."""
 
     def hear(number: int, frame: FrameType | None) -> None:
-        _say("leaving at the end of this step, with a checkpoint; once more stops at once")
-        leave()
+        _say(leave())
 
     before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -207,6 +211,7 @@ def _fetch(address: str, key_file: Path, folder: Path, trust: str | None) -> tup
     finally:
         transport.close()
     _require_same_code(code, section.code, address)
+    _require_folder(folder, manifest)
     folder.mkdir(parents=True, exist_ok=True)
     write_safely(folder / CODE, lambda place: place.write_bytes(code))
     if trust != section.code:

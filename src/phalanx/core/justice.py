@@ -326,10 +326,17 @@ def decide(config: Config, transcript: Transcript, agenda: tuple[Case, ...], cas
     _decide_sums(config, transcript, decision)
     _decide_states(transcript, decision)
     _decide_complaints(config, transcript, decision)
-    for key, letter in transcript.phases[Phase.CONFIRM].items():
-        if isinstance(letter.body, m.Confirm) and letter.body.leaving:
+    leaving = find_leaving(transcript)
+    if {*transcript.view.roster} - leaving - {*decision.banned, *decision.removed}:
+        for key in sorted(leaving):
             decision.remove(key, LEFT)
     return decision
+
+
+def find_leaving(transcript: Transcript) -> set[bytes]:
+    """Who said goodbye. Where nobody would stay they all remain members: the run waits for them to come back."""
+    confirms = transcript.phases.get(Phase.CONFIRM, {})
+    return {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm) and letter.body.leaving}
 
 
 def _decide_votes(

@@ -161,6 +161,7 @@ def compute_duties(config: Config, view: View) -> Duties:
     members = set(view.roster)
     order = [key for key in view.order if key in members]
     count = max(1, min(config.validators, len(order) - 2 * view.bound - 1 - config.outages))
+    count = min(count, len(order) - 1)  # one that is alone has nobody to check, and nobody else to compute
     validators: list[bytes] = []
     checks = [check for check in view.trial_checks if check.checker in members]
     for place, target in enumerate(view.targets):

@@ -662,9 +662,10 @@ def _on_pull_chain(peer: Peer, sender: bytes, message: m.PullChain) -> Story:
     if not _may_answer(peer, sender, m.PullChain, 4):
         return
     links = [link for link in peer.links if link[0].height > message.height]
-    commits = peer.transcript.phases.get(Phase.COMMIT)
-    if commits is not None and peer.view.height > message.height:
-        links.append((peer.view, tuple(letter.message for letter in commits.values())))
+    begun = [epoch for epoch in peer.transcripts.values() if Phase.COMMIT in epoch.phases]
+    latest = max(begun, key=lambda epoch: epoch.view.height, default=None)  # mine, or while gradients are made the last
+    if latest is not None and latest.view.height > max([message.height, *(link[0].height for link in links)]):
+        links.append((latest.view, tuple(letter.message for letter in latest.phases[Phase.COMMIT].values())))
     found = tuple(m.Link(encode_view(view), messages) for view, messages in links[: m.MAX_LINKS])
     if found:
         yield Send(sender, m.Chain(found))

@@ -108,14 +108,13 @@ def run_attempt(peer: Peer) -> Story:
     """All phases of one attempt, from the peer's view. Returns the next view and whether it still has to be sealed."""
     config, view, transcript = peer.config, peer.view, peer.transcript
     yield Note(AttemptStarted(view))
-    findings, accusations = yield from check_targets(peer)
     own = yield from prepare_parts(peer)
 
     # COMMIT: to my parts, and to a share of randomness.
     share, salt = yield DrawSecret(view.height)
     hidden = compute_commitment(config.run, view.step, view.attempt, peer.key, share, salt)
     body = m.Commit(own.roots.get(view.attempt) if peer.contributes else None, hidden, view.digest)
-    yield from agree(peer, Phase.COMMIT, body, work=find_check_time(peer))
+    yield from agree(peer, Phase.COMMIT, body, work=config.gradient_time)
     yield from settle_view(peer)
     yield from find_way_back(peer)
     offenders = find_offenders(config, transcript, Phase.COMMIT)
@@ -147,11 +146,14 @@ def run_attempt(peer: Peer) -> Story:
         return (yield from abort(peer, offenders))
     transcript.randomness = combine_shares(config, view, reveals)
 
-    # REPORT: what my parts say of the aggregates. Meanwhile the next gradient is on its way.
+    # REPORT: what my parts say of the aggregates, and what I found in the step before. Meanwhile the next gradient is
+    # on its way.
     yield from gather(peer, patience)
-    yield from move_ahead(peer)
+    yield from apply_update(peer)
+    findings, accusations = yield from check_targets(peer)
+    yield from look_ahead(peer)
     report = yield from make_report(peer, own, findings)
-    yield from agree(peer, Phase.REPORT, report, work=patience)
+    yield from agree(peer, Phase.REPORT, report, work=patience + find_check_time(peer))
     offenders = find_offenders(config, transcript, Phase.REPORT)
     if not offenders.banned:
         offenders = decide_aggregates(transcript)
@@ -188,54 +190,6 @@ def run_closing(peer: Peer) -> Story:
 
 
 # ---- COMMIT
-
-
-def find_check_time(peer: Peer) -> float:
-    """Seconds that the busiest member needs before COMMIT: its own gradient, and those that it checks."""
-    config = peer.config
-    load = dict.fromkeys(peer.duties.contributors, config.gradient_time)
-    for check in peer.duties.checks:
-        fetching = find_fetch_time(config) + (2 * config.delta if check.target not in peer.view.roster else 0.0)
-        load[check.checker] = load.get(check.checker, 0.0) + config.gradient_time + fetching
-    return max(load.values(), default=0.0)
-
-
-def find_fetch_time(config: Config) -> float:
-    """Seconds that a check may wait for the target's bytes: only a tolerant one needs them."""
-    return 4 * config.delta + config.transfer_time if config.tolerance is not None else 0.0
-
-
-def check_targets(peer: Peer) -> Story:
-    """A validator's work: recompute what its targets committed to in the step before."""
-    view = peer.view
-    findings: dict[bytes, Verdict] = {}
-    accusations: list[m.Accusation] = []
-    done = [record for record in view.attempts if record.step == view.step - 1]
-    for check in peer.duties.checks:
-        if check.checker != peer.key or not done or check.target in findings or check.target in view.banned:
-            continue
-        transcript = peer.transcripts.get((done[-1].step, done[-1].attempt))
-        if transcript is None:
-            continue
-        yield from fetch_trial(peer, transcript, check.target)
-        verdict, wrong = yield from check_commit(peer, transcript, check.target, accusing=True)
-        findings[check.target] = verdict
-        agreed = transcript.phases.get(Phase.COMMIT, {}).get(check.target)
-        commit = agreed or peer.get_trial(transcript, check.target)
-        if verdict is Verdict.GUILTY and commit is not None:
-            accusations.append(make_charge(transcript, check.target, wrong, commit))
-    return tuple(m.Finding(key, findings[key]) for key in sorted(findings)), accusations
-
-
-def fetch_trial(peer: Peer, transcript: Transcript, target: bytes) -> Story:
-    """The commit of a probationer as the majority has listed it, in case it sent me another."""
-    digest = transcript.served.get(target)
-    if digest is None or peer.get_trial(transcript, target) is not None:
-        return
-    peer.asked.add(("trial", peer.view.step, digest))
-    pull = Broadcast(peer.others, m.PullMessages(transcript.view.height, (target,)))
-    until = peer.time + 2 * peer.config.delta
-    yield from fetch(peer, lambda: peer.get_trial(transcript, target) is not None, lambda: (pull,), until)
 
 
 def prepare_parts(peer: Peer) -> Story:
@@ -278,7 +232,10 @@ def scatter(peer: Peer, own: Own) -> Story:
     view = peer.view
     if not peer.contributes:
         return
-    for part, data in enumerate(own.parts[view.attempt]):
+    parts = own.parts[view.attempt]
+    for turn in range(len(parts)):  # not all to the first member first
+        part = (peer.index + 1 + turn) % len(parts)
+        data = parts[part]
         if view.roster[part] != peer.key:
             yield from send_part(peer, (view.roster[part],), (view.step, view.attempt, peer.key, part), data)
 
@@ -399,12 +356,62 @@ def gather(peer: Peer, patience: float) -> Story:
             holders = everybody or peer.choose_some()
             peer.asked |= {("aggregate", *place, key) for key in holders}
             yield Broadcast(holders, m.PullAggregate(*place, 0))
+        if not peer.member:  # those it asks may be past the steps that they keep: then it starts from where they are
+            yield Broadcast(peer.choose_some(), m.PullChain(peer.base.height))
 
     if peer.member and not is_here():  # what is under way should not be asked for
         soon = min(until, peer.time + peer.config.delta)
         while peer.time < soon and not is_here():
             yield from peer.listen(soon)
     yield from fetch(peer, is_here, ask, until)
+
+
+def find_check_time(peer: Peer) -> float:
+    """Seconds that the busiest member needs before REPORT for what it checks of the step before."""
+    config = peer.config
+    load: dict[bytes, float] = {}
+    for check in peer.duties.checks:
+        fetching = find_fetch_time(config) + (2 * config.delta if check.target not in peer.view.roster else 0.0)
+        load[check.checker] = load.get(check.checker, 0.0) + config.gradient_time + fetching
+    return max(load.values(), default=0.0)
+
+
+def find_fetch_time(config: Config) -> float:
+    """Seconds that a check may wait for the target's bytes: only a tolerant one needs them."""
+    return 4 * config.delta + config.transfer_time if config.tolerance is not None else 0.0
+
+
+def check_targets(peer: Peer) -> Story:
+    """A validator's work: recompute what its targets committed to in the step before."""
+    view = peer.view
+    findings: dict[bytes, Verdict] = {}
+    accusations: list[m.Accusation] = []
+    done = [record for record in view.attempts if record.step == view.step - 1]
+    for check in peer.duties.checks:
+        if check.checker != peer.key or not done or check.target in findings or check.target in view.banned:
+            continue
+        transcript = peer.transcripts.get((done[-1].step, done[-1].attempt))
+        if transcript is None:
+            continue
+        yield from fetch_trial(peer, transcript, check.target)
+        verdict, wrong = yield from check_commit(peer, transcript, check.target, accusing=True)
+        findings[check.target] = verdict
+        agreed = transcript.phases.get(Phase.COMMIT, {}).get(check.target)
+        commit = agreed or peer.get_trial(transcript, check.target)
+        if verdict is Verdict.GUILTY and commit is not None:
+            accusations.append(make_charge(transcript, check.target, wrong, commit))
+    return tuple(m.Finding(key, findings[key]) for key in sorted(findings)), accusations
+
+
+def fetch_trial(peer: Peer, transcript: Transcript, target: bytes) -> Story:
+    """The commit of a probationer as the majority has listed it, in case it sent me another."""
+    digest = transcript.served.get(target)
+    if digest is None or peer.get_trial(transcript, target) is not None:
+        return
+    peer.asked.add(("trial", peer.view.step, digest))
+    pull = Broadcast(peer.others, m.PullMessages(transcript.view.height, (target,)))
+    until = peer.time + 2 * peer.config.delta
+    yield from fetch(peer, lambda: peer.get_trial(transcript, target) is not None, lambda: (pull,), until)
 
 
 def make_report(peer: Peer, own: Own, findings: tuple[m.Finding, ...]) -> Story:
@@ -427,9 +434,8 @@ def is_lacking(transcript: Transcript) -> bool:
 # ---- CONFIRM and what follows
 
 
-def move_ahead(peer: Peer) -> Story:
-    """Take the step if all aggregates are here, and let the machine start on what the next one will ask of it."""
-    yield from apply_update(peer)
+def look_ahead(peer: Peer) -> Story:
+    """If the step was taken, let the machine start on what the next one will ask of it."""
     if peer.applied is not None:
         yield Foresee(lambda: find_next_gradients(peer))
 
@@ -451,7 +457,7 @@ def find_next_gradients(peer: Peer) -> list[ComputeGradient]:
 
 
 def apply_update(peer: Peer) -> Story:
-    """Take the step; it can be undone until it is final."""
+    """Take the step, if all aggregates are here; it can be undone until it is final."""
     if peer.applied is not None:
         return peer.applied
     aggregates = read_aggregates(peer, peer.transcript)

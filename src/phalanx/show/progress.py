@@ -54,8 +54,10 @@ class Track:
     def numbers(self) -> str:
         """Loss, metric, members and bans."""
         words = []
-        if self.last is not None:
-            words.append(f"loss {self.last.loss:.4g}" if self.last.loss is not None else "loss not a number")
+        if self.last is not None and self.last.loss is not None:
+            words.append(f"loss {self.last.loss:.4g}")
+        elif self.last is not None and not (self.started is not None and self.started.clock == "wall"):
+            words.append("loss not a number")  # where peers tell their own story, who validates has none
         if self.metric is not None and self.started is not None:
             words.append(f"{clean(self.started.metric_name, 24)} {self.metric}")
         if self.members is not None:

@@ -168,7 +168,7 @@ def describe_ban(ban: Banned) -> str:
 def describe_attack(started: RunStarted) -> str:
     """``3 of 8 peers attack from step 20``."""
     if started.attack is None or not started.byzantine:
-        return f"{started.peers} honest peers"
+        return f"{started.peers} {'founders' if started.clock == 'wall' else 'honest peers'}"
     verb = "attacks" if started.byzantine == 1 else "attack"
     when = f" from step {started.start}" if started.start is not None else ""
     often = f", every {started.every} steps" if started.every is not None and started.every > 1 else ""

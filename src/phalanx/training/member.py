@@ -23,7 +23,7 @@ from phalanx.core.crypto import Identity, format_peer_id
 from phalanx.core.effects import Leave, Story
 from phalanx.core.envelope import Examiner
 from phalanx.core.errors import LocalError
-from phalanx.core.justice import LEFT
+from phalanx.core.justice import LEFT, find_leaving
 from phalanx.core.membership import View, compute_batch_seed, encode_view
 from phalanx.core.memory import Link, Memory, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase, PullChain
@@ -34,6 +34,7 @@ from phalanx.events import Event
 from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox
 from phalanx.network.transport import Limits, Transport
+from phalanx.training.allocation import keep_freed_memory
 from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint
 from phalanx.training.gradients import describe_platform
 from phalanx.training.manifest import NetworkManifest
@@ -108,6 +109,7 @@ class Member:
         self._finished = self._banned = self._stopping = False
         self._say = settings.say
         self._sent, self._began = 0, time.monotonic()
+        keep_freed_memory()
         settings.out.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(settings.out / JOURNAL, config.run)
         self._recorder = self._make_recorder(evaluator)
@@ -144,15 +146,19 @@ class Member:
             self._journal.close()
         return self._sum_up()
 
-    def leave(self) -> None:
-        """Say goodbye at the next step boundary; the second time, stop at once. Any thread, or a signal handler."""
+    def leave(self) -> str:
+        """Say goodbye at the next step boundary; the second time, stop at once. What will happen, in words.
+
+        Any thread, or a signal handler.
+        """
         if self._leaving or self._finished or self._key not in self._view.roster or self._peer.entered == 0.0:
             self.stop()
-            return
+            return "stopping"
         self._leaving = True
         self._inbox.put(None, Leave())
         deadline = time.monotonic() + _GOODBYE * self._config.delta + self._config.gradient_time
         self._inbox.call(lambda: self._give_up_at(deadline))
+        return "leaving at the end of this step, with a checkpoint; once more stops at once"
 
     def stop(self) -> None:
         """End now, without goodbye."""
@@ -341,6 +347,8 @@ class Member:
         )
         self._sent, self._began = sent, now
         held = self._solo.states.get(view.step)
+        if self._leaving and last is not None and set(last.roster) <= find_leaving(epochs[-1]):
+            self._left = True  # all go at once: nobody is let go, and all can come back
         if self._left:
             self._driver.stop()
         if held is None or held[0] != view.state:  # it has to be fetched first
