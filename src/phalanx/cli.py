@@ -138,7 +138,7 @@ def simulate(
     clip: Annotated[
         float | None, typer.Option("--clip", "--lambda", help="Scale gradients to this length: btard-clipped-sgd.")
     ] = None,
-    wire: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: float32]")] = None,
+    wire: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or int8. [default: float32]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the task, e.g. data=FOLDER; may be repeated.")
@@ -218,7 +218,7 @@ def init(
     seed: Annotated[int, typer.Option(help="Of initial parameters and batches.")] = 0,
     batch: Annotated[int | None, typer.Option(help="Rows of a peer's batch. [default: the task's]")] = None,
     tau: Annotated[str, typer.Option(help="Where CenteredClip clips: auto, or a length.")] = "auto",
-    wire: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    wire: Annotated[str, typer.Option(help="float32, bfloat16, float16 or int8.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Of every peer's gradients. [default: this machine's]")] = None,
     delta: Annotated[float, typer.Option(help="Seconds within which a message arrives.")] = 2.0,
@@ -366,7 +366,7 @@ def swarm(
     validators: Annotated[int, typer.Option(help="Members that check others, each step.")] = 1,
     outages: Annotated[int, typer.Option(help="Honest members that may be out at the same time.")] = 0,
     tau: Annotated[str, typer.Option(help="Where CenteredClip clips: auto, or a length.")] = "auto",
-    wire: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    wire: Annotated[str, typer.Option(help="float32, bfloat16, float16 or int8.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of initial parameters, batches and who attacks.")] = 0,
     batch: Annotated[int | None, typer.Option(help="Rows of a peer's batch. [default: the task's]")] = None,
     delta: Annotated[float, typer.Option(help="Seconds within which a message arrives.")] = 2.0,

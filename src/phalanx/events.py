@@ -95,7 +95,7 @@ class RunStarted(_Event, frozen=True):
     keys: list[Hex]
     attackers: list[Count]
     software: dict[str, str]
-    number_bytes: Count = 4
+    number_bytes: Annotated[float, Meta(gt=0)] = 4
     clock: Literal["virtual", "wall"] = "virtual"
 
 

@@ -42,6 +42,7 @@ AUTO = AutomaticTau(multiple=1.5, start=1.0, floor=0.1, ceiling=10.0)
         make(10, byzantine=2, outages=3, partition_safe=True),
         make(wire="bfloat16", cap=4.0),
         make(wire="float16", cap=4.0),
+        make(wire="int8", cap=1.0),
         make(projections=MAX_PROJECTIONS),
         make(size=7),
         make(tau=AUTO),
@@ -73,7 +74,7 @@ REFUSALS: list[tuple[Config, str]] = [
     (make(6, byzantine=2, partition_safe=True), 'quorum "partition-safe" .* lower byzantine to 1, or take 7 members'),
     (make(7, outages=1, partition_safe=True), 'quorum "partition-safe" .* or take 8 members'),
     (make(size=6), "size: a gradient of 6 coordinates cannot be cut into 7 parts"),
-    (make(wire="int8"), "wire: 'int8' is not one of float32, bfloat16, float16"),
+    (make(wire="int4"), "wire: 'int4' is not one of float32, bfloat16, float16, int8"),
     (make(projections=0), f"projections: expected 1 to {MAX_PROJECTIONS}"),
     (make(projections=MAX_PROJECTIONS + 1), f"projections: expected 1 to {MAX_PROJECTIONS}"),
     *((make(**{name: value}), f"{name}: expected a positive number")

@@ -9,7 +9,7 @@ from phalanx.core.membership import make_genesis
 from phalanx.core.messages import MAX_CHUNK
 from phalanx.core.partition import BLOCK, compute_part_sizes, split_parts
 from phalanx.core.peer import Own, Peer
-from phalanx.core.verification import encode_parts, encode_tensor
+from phalanx.core.wire import WIRE_TYPES, encode_tensor
 from phalanx.network.ideal import make_signers
 
 SIZE = 4 * (MAX_CHUNK // 4 + 2 * BLOCK)  # parts of four peers take two chunks
@@ -39,7 +39,7 @@ def test_my_own_gradient_is_found_in_its_parts() -> None:
 
 def test_the_bytes_of_long_parts_are_those_of_their_tensors() -> None:
     parts = split_parts(GRADIENT, 4)
-    for part, data in zip(parts, encode_parts(parts), strict=True):
+    for part, data in zip(parts, WIRE_TYPES["float32"].encode_parts(parts), strict=True):
         assert data == encode_tensor(part)
         assert torch.frombuffer(data, dtype=torch.float32).data_ptr() == part.data_ptr()
     parts[0] += 1

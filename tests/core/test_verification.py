@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,15 +20,11 @@ from phalanx.core.partition import split_parts
 from phalanx.core.randomness import derive_seed, gaussian_vector
 from phalanx.core.verification import (
     ACCUSER_MARGIN,
-    WIRE_TYPES,
     balance_bound,
     compare_gradients,
     compute_column,
     compute_report,
     decode_aggregates,
-    decode_tensor,
-    encode_parts,
-    encode_tensor,
     is_balanced,
     is_same_report,
     prepare_gradient,
@@ -41,24 +36,23 @@ from phalanx.core.verification import (
     report_tolerance,
     shift_bound,
     sum_bound,
-    view_bytes,
 )
+from phalanx.core.wire import WIRE_TYPES, Wire
 
 INF, NAN = math.inf, math.nan
-TYPES = list(WIRE_TYPES.values())
-ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+FLOAT32, BFLOAT16 = WIRE_TYPES["float32"], WIRE_TYPES["bfloat16"]
+ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 32**0.5 / 127}
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 RANDOMNESS = b"r" * 32
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
-wire_types = st.sampled_from(TYPES)
+wire_types = st.sampled_from(list(WIRE_TYPES.values()))
 seeds_of_data = st.integers(0, 2**32 - 1)
 
 
-@pytest.fixture(params=TYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    found: torch.dtype = request.param
-    return found
+@pytest.fixture(params=WIRE_TYPES)
+def wire(request: pytest.FixtureRequest) -> Wire:
+    return WIRE_TYPES[request.param]
 
 
 @pytest.fixture(params=DEVICES)
@@ -69,6 +63,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
+
+
+def fit(vector: Tensor, wire: Wire) -> Tensor:
+    """The vector as others read it."""
+    return wire.round(vector.to(wire.dtype))
 
 
 def norm(t: Tensor) -> float:
@@ -84,61 +83,12 @@ def imbalance(rows: Tensor, aggregate: Tensor, tau: float) -> Tensor:
     return torch.stack([clip(row.double() - aggregate.double(), tau) for row in rows]).sum(0)
 
 
-# --- Bytes ---
-
-
-@pytest.mark.parametrize("kind", WIRE_TYPES)
-def test_bytes_are_little_endian(kind: str) -> None:
-    one = {"float32": "0000803f", "bfloat16": "803f", "float16": "003c"}[kind]
-    data = encode_tensor(torch.tensor([1.0, -2.0], dtype=WIRE_TYPES[kind]))
-    assert data.hex().startswith(one)
-    if kind == "float32":
-        assert data == struct.pack("<2f", 1.0, -2.0)
-
-
-@quick
-@given(dtype=wire_types, size=st.integers(0, 50), seed=seeds_of_data)
-def test_a_vector_survives_the_wire_bit_for_bit(dtype: torch.dtype, size: int, seed: int) -> None:
-    data = np.random.default_rng(seed).bytes(size * dtype.itemsize)
-    decoded = decode_tensor(data, size, dtype)
-    assert decoded is not None
-    assert decoded.dtype == dtype
-    assert decoded.shape == (size,)
-    assert encode_tensor(decoded) == data
-
-
-def test_views_and_strided_vectors_are_encoded_like_their_numbers(dtype: torch.dtype, device: str) -> None:
-    vector = normal(20).to(device, dtype)
-    assert encode_tensor(vector[::2]) == encode_tensor(vector[::2].clone())
-    data = encode_tensor(vector)
-    again = decode_tensor(memoryview(data), 20, dtype)
-    assert again is not None
-    assert torch.equal(again, vector.cpu())
-    again += 1  # memory of its own
-    assert encode_tensor(vector) == data
-
-
-@pytest.mark.parametrize("length", [0, 1, 3, 5, 79, 81, 160])
-def test_bytes_of_the_wrong_length_are_no_vector(length: int) -> None:
-    assert decode_tensor(bytes(length), 20, torch.float32) is None
-    assert read_aggregate(bytes(length), 20, torch.float32, 1.0) is None
-    part, valid = read_part(bytes(length), 20, torch.float32, 1.0)
-    assert not valid
-    assert torch.equal(part, torch.zeros(20))
-
-
-@pytest.mark.parametrize("wrong", [torch.ones(2, 2), torch.ones(2).double(), torch.ones(2).int(), torch.ones(())])
-def test_only_vectors_of_a_wire_type_are_encoded(wrong: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"^t: "):
-        encode_tensor(wrong)
-
-
 # --- Gradients ---
 
 
 @settings(quick, max_examples=300)
 @given(
-    dtype=wire_types,
+    wire=wire_types,
     size=st.integers(1, 300),
     scale=st.floats(-45, 38),
     exponent=st.floats(-6, 9),
@@ -146,129 +96,112 @@ def test_only_vectors_of_a_wire_type_are_encoded(wrong: Tensor) -> None:
     seed=seeds_of_data,
 )
 def test_what_is_prepared_is_valid_in_every_part(
-    dtype: torch.dtype, size: int, scale: float, exponent: float, count: int, seed: int
+    wire: Wire, size: int, scale: float, exponent: float, count: int, seed: int
 ) -> None:
     cap = 10.0**exponent
     vector = (normal(size, seed=seed).double() * 10.0**scale).float()
-    prepared = prepare_gradient(vector, cap, dtype)
-    assert prepared.dtype == dtype
+    prepared = prepare_gradient(vector, cap, wire)
+    assert prepared.dtype == wire.dtype
     assert torch.isfinite(prepared).all()
-    assert torch.equal(prepared, prepare_gradient(vector, cap, dtype))
+    assert torch.equal(prepared, prepare_gradient(vector, cap, wire))
     for part in split_parts(prepared, min(count, size)):
-        read, valid = read_part(encode_tensor(part), len(part), dtype, cap)
+        read, valid = read_part(wire.encode(part), len(part), wire, cap)
         assert valid
-        assert torch.equal(read, part)
+        assert torch.equal(read, wire.round(part))
 
 
-def test_a_short_gradient_is_only_rounded(dtype: torch.dtype) -> None:
+def test_a_short_gradient_is_only_rounded(wire: Wire) -> None:
     vector = normal(100)
-    assert torch.equal(prepare_gradient(vector, 100.0, dtype), vector.to(dtype))
-    assert torch.equal(prepare_gradient(vector, INF, dtype), vector.to(dtype))
+    assert torch.equal(fit(prepare_gradient(vector, 100.0, wire), wire), fit(vector, wire))
+    assert torch.equal(fit(prepare_gradient(vector, INF, wire), wire), fit(vector, wire))
 
 
-def test_a_long_gradient_keeps_its_direction(dtype: torch.dtype) -> None:
+def test_a_long_gradient_keeps_its_direction(wire: Wire) -> None:
     vector = normal(1000)
-    prepared = prepare_gradient(vector, 2.0, dtype).double()
+    prepared = fit(prepare_gradient(vector, 2.0, wire), wire).double()
     expected = vector.double() * (2 / norm(vector))
-    assert norm(prepared - expected) <= 2 * ROUNDOFF[dtype] * 2
-    assert abs(norm(prepared) - 2) <= 2 * ROUNDOFF[dtype] * 2
+    assert norm(prepared - expected) <= 2 * ROUNDOFF[wire.name] * 2
+    assert abs(norm(prepared) - 2) <= 2 * ROUNDOFF[wire.name] * 2
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_gradient_that_is_not_finite_becomes_zero(value: float, dtype: torch.dtype) -> None:
+def test_a_gradient_that_is_not_finite_becomes_zero(value: float, wire: Wire) -> None:
     vector = normal(100_000)
     vector[-1] = value
-    assert torch.equal(prepare_gradient(vector, 1.0, dtype), torch.zeros(100_000, dtype=dtype))
+    assert torch.equal(prepare_gradient(vector, 1.0, wire), torch.zeros(100_000, dtype=wire.dtype))
 
 
-def test_numbers_beyond_the_range_of_the_type_are_brought_to_its_edge(dtype: torch.dtype) -> None:
+def test_numbers_beyond_the_range_of_the_type_are_brought_to_its_edge(wire: Wire) -> None:
     vector = torch.tensor([3.4e38, -3.4e38, 1.0])
-    prepared = prepare_gradient(vector, INF, dtype)
+    prepared = fit(prepare_gradient(vector, INF, wire), wire)
     assert torch.isfinite(prepared).all()
-    assert float(prepared[0]) == -float(prepared[1]) >= min(3.38e38, torch.finfo(dtype).max)
+    assert float(prepared[0]) == -float(prepared[1]) >= min(3.37e38, torch.finfo(wire.dtype).max)
 
 
-def test_the_largest_gradient_is_scaled_to_the_smallest_cap(dtype: torch.dtype) -> None:
-    prepared = prepare_gradient(torch.full((1000,), 3.4e38), 1e-3, dtype)
-    assert abs(norm(prepared) - 1e-3) <= ROUNDOFF[dtype] * 1e-3 + 1000**0.5 * 2**-25 * (dtype == torch.float16)
+def test_the_largest_gradient_is_scaled_to_the_smallest_cap(wire: Wire) -> None:
+    prepared = fit(prepare_gradient(torch.full((1000,), 3.4e38), 1e-3, wire), wire)
+    assert abs(norm(prepared) - 1e-3) <= ROUNDOFF[wire.name] * 1e-3 + 1000**0.5 * 2**-25 * (wire.name == "float16")
 
 
 def test_a_gradient_keeps_its_device_and_is_left_alone(device: str) -> None:
     vector = (10 * normal(70_000)).to(device).requires_grad_()
     kept = vector.detach().clone()
-    prepared = prepare_gradient(vector, 1.0, torch.bfloat16)
+    prepared = prepare_gradient(vector, 1.0, BFLOAT16)
     assert prepared.device == vector.device
     assert not prepared.requires_grad
     assert torch.equal(vector.detach(), kept)
-    assert torch.equal(prepared.cpu(), prepare_gradient(kept.cpu(), 1.0, torch.bfloat16))
+    assert torch.equal(prepared.cpu(), prepare_gradient(kept.cpu(), 1.0, BFLOAT16))
 
 
 # --- Parts and aggregates as bytes mean them ---
 
 
-@pytest.mark.parametrize("size", [0, 5, 70_000])
-def test_a_view_shows_what_is_encoded(size: int, dtype: torch.dtype) -> None:
-    vector = normal(2 * size).to(dtype)
-    for shown in (vector, vector[::2]):
-        assert view_bytes(shown) == encode_tensor(shown)
-    view, encoded = view_bytes(vector), encode_tensor(vector)
-    vector += 1
-    assert view == encode_tensor(vector)
-    assert (view == encoded) == (size == 0)
-
-
-def test_a_vector_lies_in_a_bytearray_and_beside_bytes(dtype: torch.dtype) -> None:
-    data = encode_tensor(normal(100).to(dtype))
-    kept, shared = bytes(bytearray(data)), bytearray(data)
-    for held, follows in ((data, False), (shared, True)):
-        vector = decode_tensor(held, 100, dtype)
-        assert vector is not None
-        vector += 1
-        assert (held == encode_tensor(vector)) is follows
-    assert data == kept
-
-
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("size", [1, 16, 70_000])
-def test_a_part_with_a_number_that_is_not_finite_counts_as_zero(value: float, size: int, dtype: torch.dtype) -> None:
-    vector = torch.zeros(size, dtype=dtype)
+def test_a_part_with_a_number_that_is_not_finite_counts_as_zero(value: float, size: int, wire: Wire) -> None:
+    vector = torch.zeros(size, dtype=wire.dtype)
     vector[-1] = value
-    part, valid = read_part(encode_tensor(vector), size, dtype, 1e9)
+    part, valid = read_part(wire.encode(vector), size, wire, 1e9)
     assert not valid
-    assert torch.equal(part, torch.zeros(size, dtype=dtype))
-    assert read_aggregate(encode_tensor(vector), size, dtype, 1e9) is None
+    assert torch.equal(part, torch.zeros(size, dtype=wire.dtype))
+    assert read_aggregate(wire.encode(vector), size, wire, 1e9) is None
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_signalling_nan_is_no_reason_to_warn(count: int, dtype: torch.dtype) -> None:
-    bits = {torch.float32: b"\x01\x00\x80\x7f", torch.float16: b"\x01\x7c", torch.bfloat16: b"\x81\x7f"}[dtype]
-    for part, valid in read_parts([bits] * count, (1,) * count, dtype, 1.0):
+def test_a_signalling_nan_is_no_reason_to_warn(count: int, wire: Wire) -> None:
+    floats = {"float32": b"\x01\x00\x80\x7f", "float16": b"\x01\x7c", "bfloat16": b"\x81\x7f"}
+    bits = floats.get(wire.name, b"\xff\x80")
+    for part, valid in read_parts([bits] * count, (1,) * count, wire, 1.0):
         assert not valid
-        assert torch.equal(part, torch.zeros(1, dtype=dtype))
+        assert torch.equal(part, torch.zeros(1, dtype=wire.dtype))
 
 
 @pytest.mark.parametrize("size", [1, 16, 70_000])
-def test_a_part_that_is_too_long_counts_as_zero(size: int, dtype: torch.dtype) -> None:
+def test_a_part_that_is_too_long_counts_as_zero(size: int, wire: Wire) -> None:
     vector = normal(size)
-    for length, expected in ((1.0, True), (1.015, True), (1.03, False), (1000.0, False)):
-        wire = (vector * (3 * length / norm(vector))).to(dtype)
-        part, valid = read_part(encode_tensor(wire), size, dtype, 3.0)
+    for length, expected in ((1.0, True), (wire.slack - 0.005, True), (wire.slack + 0.01, False), (1000.0, False)):
+        sent = fit(vector * (3 * length / norm(vector)), wire)
+        part, valid = read_part(wire.encode(sent), size, wire, 3.0)
         assert valid is expected
-        assert torch.equal(part, wire if expected else torch.zeros_like(wire))
+        assert torch.equal(part, sent if expected else torch.zeros_like(sent))
+
+
+def make_even(length: float, size: int, wire: Wire) -> Tensor:
+    return fit(length * torch.ones(size, dtype=torch.float64) / math.sqrt(max(size, 1)), wire)
 
 
 @pytest.mark.parametrize("sizes", [(5,), (5, 4, 4), (20_000, 20_000), (1, 0, 3)])
-def test_many_at_once_are_read_as_each_alone(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_many_at_once_are_read_as_each_alone(sizes: tuple[int, ...], wire: Wire) -> None:
     """Also where some are not finite, too long, next to the limit, or of the wrong length."""
-    for scale in (0.5, 1.0, 1.02, 1.0204, 3.0, NAN, INF):
-        parts = [(scale * torch.ones(size, dtype=torch.float64) / math.sqrt(max(size, 1))).to(dtype) for size in sizes]
+    for scale in (0.5, 1.0, wire.slack, 1.0004 * wire.slack, 3.0, NAN, INF):
+        parts = [make_even(scale, size, wire) for size in sizes]
         parts[0] = torch.zeros_like(parts[0])
-        pieces = encode_parts(parts)
-        assert pieces == [encode_tensor(part) for part in parts]
+        pieces = wire.encode_parts(parts)
+        assert pieces == [wire.encode(part) for part in parts]
         for data in (pieces, [*pieces[:-1], bytes(pieces[-1]) + b"x"]):
             each = zip(data, sizes, strict=True)
-            alone = [(read_part(x, size, dtype, 1.0), read_aggregate(x, size, dtype, 1.0)) for x, size in each]
-            found, aggregates = read_parts(data, sizes, dtype, 1.0), decode_aggregates(data, sizes, dtype, 1.0)
+            alone = [(read_part(x, size, wire, 1.0), read_aggregate(x, size, wire, 1.0)) for x, size in each]
+            found, aggregates = read_parts(data, sizes, wire, 1.0), decode_aggregates(data, sizes, wire, 1.0)
             assert [valid for _, valid in found] == [valid for (_, valid), _ in alone]
             for (part, _), aggregate, ((one, _), other) in zip(found, aggregates, alone, strict=True):
                 assert torch.equal(part, one)
@@ -277,41 +210,40 @@ def test_many_at_once_are_read_as_each_alone(sizes: tuple[int, ...], dtype: torc
 
 
 @pytest.mark.parametrize("size", [5, 20_000])
-def test_rows_of_a_stack_are_read_as_each_alone(size: int, dtype: torch.dtype) -> None:
+def test_rows_of_a_stack_are_read_as_each_alone(size: int, wire: Wire) -> None:
     """Also where some are not finite, too long, next to the limit, or of the wrong length."""
-    scales = (0.0, 0.5, 1.0, 1.02, 1.0204, 3.0, NAN, INF)
-    rows = [(scale * torch.ones(size, dtype=torch.float64) / math.sqrt(size)).to(dtype) for scale in scales]
-    pieces = [*map(encode_tensor, rows), encode_tensor(rows[1]) + b"x", b""]
+    scales = (0.0, 0.5, 1.0, wire.slack, 1.0004 * wire.slack, 3.0, NAN, INF)
+    rows = [make_even(scale, size, wire) for scale in scales]
+    pieces = [*map(wire.encode, rows), wire.encode(rows[1]) + b"x", b""]
     for count in (1, 2, len(pieces)):
-        stack, valid = read_stack(pieces[:count], size, dtype, 1.0)
-        alone = [read_part(piece, size, dtype, 1.0) for piece in pieces[:count]]
+        stack, valid = read_stack(pieces[:count], size, wire, 1.0)
+        alone = [read_part(piece, size, wire, 1.0) for piece in pieces[:count]]
         assert valid == [fine for _, fine in alone]
         assert torch.equal(stack, torch.stack([row for row, _ in alone]))
 
 
-def test_an_aggregate_that_is_too_long_is_none(dtype: torch.dtype) -> None:
+def test_an_aggregate_that_is_too_long_is_none(wire: Wire) -> None:
     vector = normal(1000)
-    for length, expected in ((1.0, True), (1.019, True), (1.05, False), (1e4, False)):
-        wire = (vector * (3 * length / norm(vector))).to(dtype)
-        found = read_aggregate(encode_tensor(wire), 1000, dtype, 3.0)
+    too_long = wire.slack * (1 + 2 * wire.roundoff) + 0.03
+    for length, expected in ((1.0, True), (wire.slack - 0.001, True), (too_long, False), (1e4, False)):
+        sent = fit(vector * (3 * length / norm(vector)), wire)
+        found = read_aggregate(wire.encode(sent), 1000, wire, 3.0)
         assert (found is not None) is expected
 
 
 @quick
-@given(
-    dtype=wire_types, size=st.integers(1, 40), count=st.integers(1, 9), exponent=st.floats(-5, 4), seed=seeds_of_data
-)
+@given(wire=wire_types, size=st.integers(1, 40), count=st.integers(1, 9), exponent=st.floats(-5, 4), seed=seeds_of_data)
 def test_the_aggregate_of_valid_parts_is_always_valid(
-    dtype: torch.dtype, size: int, count: int, exponent: float, seed: int
+    wire: Wire, size: int, count: int, exponent: float, seed: int
 ) -> None:
     """Even if all are equal, as long as can be, and too small for the type to round well."""
     cap = 10.0**exponent
-    row = prepare_gradient(1e9 * normal(size, seed=seed), 1.019 * cap, dtype)
+    row = fit(prepare_gradient(1e9 * normal(size, seed=seed), 0.999 * wire.slack * cap, wire), wire)
     for _ in range(2):
-        if not read_part(encode_tensor(row), size, dtype, cap)[1]:
-            row = prepare_gradient(row.float(), cap, dtype)
+        if not read_part(wire.encode(row), size, wire, cap)[1]:
+            row = fit(prepare_gradient(row.float(), cap, wire), wire)
     result = centered_clip(row.repeat(count, 1), cap).aggregate
-    assert read_aggregate(encode_tensor(result), size, dtype, cap) is not None
+    assert read_aggregate(wire.encode(result), size, wire, cap) is not None
 
 
 def test_a_norm_next_to_its_limit_is_judged_by_the_exact_sum() -> None:
@@ -357,7 +289,7 @@ def expected_report(
 
 @quick
 @given(
-    dtype=wire_types,
+    wire=wire_types,
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=9),
     projections=st.integers(1, 3),
     scale=st.floats(-6, 4),
@@ -365,12 +297,12 @@ def expected_report(
     seed=seeds_of_data,
 )
 def test_a_report_is_what_the_definition_says(
-    dtype: torch.dtype, sizes: list[int], projections: int, scale: float, tau: float, seed: int
+    wire: Wire, sizes: list[int], projections: int, scale: float, tau: float, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    parts = [torch.from_numpy(rng.standard_normal(size) * 10**scale).to(dtype) for size in sizes]
+    parts = [fit(torch.from_numpy(rng.standard_normal(size) * 10**scale), wire) for size in sizes]
     aggregates = [
-        torch.from_numpy(rng.standard_normal(size)).to(dtype) if rng.random() < 0.8 else None for size in sizes
+        fit(torch.from_numpy(rng.standard_normal(size)), wire) if rng.random() < 0.8 else None for size in sizes
     ]
     seeds = projection_seeds(rng.bytes(32), len(sizes), projections)
     report = compute_report(parts, aggregates, seeds, tau)
@@ -382,13 +314,11 @@ def test_a_report_is_what_the_definition_says(
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 16])
-def test_long_parts_give_the_same_bits_as_short_ones(
-    chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_parts_give_the_same_bits_as_short_ones(chunk: int, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sum for each part where it fits a chunk; but for the order of summation, the same where it does not."""
     sizes = [1, 5, 64, 50]
-    parts = [normal(size, seed=size).to(dtype) for size in sizes]
-    aggregates = [None, *(normal(size, seed=size + 1).to(dtype) for size in sizes[1:])]
+    parts = [fit(normal(size, seed=size), wire) for size in sizes]
+    aggregates = [None, *(fit(normal(size, seed=size + 1), wire) for size in sizes[1:])]
     seeds = projection_seeds(RANDOMNESS, 4, 2)
     at_once = compute_report(parts, aggregates, seeds, 3.0)
     monkeypatch.setattr(verification, "_SMALL", 0)
@@ -400,8 +330,8 @@ def test_long_parts_give_the_same_bits_as_short_ones(
     np.testing.assert_allclose(in_chunks.norms, at_once.norms, rtol=1e-14)
 
 
-def test_really_long_parts(dtype: torch.dtype, device: str) -> None:
-    part, aggregate = normal(200_001).to(dtype), normal(200_001, seed=1).to(dtype)
+def test_really_long_parts(wire: Wire, device: str) -> None:
+    part, aggregate = fit(normal(200_001), wire), fit(normal(200_001, seed=1), wire)
     seeds = projection_seeds(RANDOMNESS, 1, 2)
     report = compute_report([part.to(device)], [aggregate.to(device)], seeds, 3.0)
     sums, norms = expected_report([part], [aggregate], seeds, 3.0)
@@ -411,22 +341,23 @@ def test_really_long_parts(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 16, 500, 70_000])
 @pytest.mark.parametrize("as_list", [True, False])
-def test_a_column_has_the_bits_of_the_reports(size: int, as_list: bool, dtype: torch.dtype) -> None:
-    rows, aggregate = (normal(5, size) * torch.logspace(-2, 3, 5)[:, None]).to(dtype), normal(size, seed=1).to(dtype)
+def test_a_column_has_the_bits_of_the_reports(size: int, as_list: bool, wire: Wire) -> None:
+    rows = torch.stack([fit(row, wire) for row in normal(5, size) * torch.logspace(-2, 3, 5)[:, None]])
+    aggregate = fit(normal(size, seed=1), wire)
     seeds = projection_seeds(RANDOMNESS, 4, 2)
     sums, norms = compute_column(list(rows) if as_list else rows, aggregate, seeds[3], 2.0)
     assert sums.shape == (2, 5)
     assert norms.shape == (5,)
     for i, row in enumerate(rows):
-        others = [torch.ones(9, dtype=dtype)] * 3
+        others = [torch.ones(9, dtype=wire.dtype)] * 3
         report = compute_report([*others, row], [*others, aggregate], seeds, 2.0)
         assert report.norms[3] == norms[i]
         assert [report.sums[3], report.sums[7]] == sums[:, i].tolist()
 
 
 @pytest.mark.parametrize("size", [16, 70_000])
-def test_a_column_and_reports_agree_on_every_device(size: int, dtype: torch.dtype, device: str) -> None:
-    rows, aggregate = normal(5, size).to(dtype), normal(size, seed=1).to(dtype)
+def test_a_column_and_reports_agree_on_every_device(size: int, wire: Wire, device: str) -> None:
+    rows, aggregate = torch.stack([fit(row, wire) for row in normal(5, size)]), fit(normal(size, seed=1), wire)
     seeds = projection_seeds(RANDOMNESS, 1, 2)
     sums, norms = compute_column(rows.to(device), aggregate.to(device), seeds[0], 2.0)
     for i, row in enumerate(rows):
@@ -436,9 +367,9 @@ def test_a_column_and_reports_agree_on_every_device(size: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("size", [1, 16, 70_000])
-def test_without_an_aggregate_a_report_holds_positive_zeros(size: int, dtype: torch.dtype) -> None:
+def test_without_an_aggregate_a_report_holds_positive_zeros(size: int, wire: Wire) -> None:
     """As a report message asks of the parts it lacks."""
-    parts = [normal(size, seed=seed).to(dtype) for seed in range(8)]
+    parts = [fit(normal(size, seed=seed), wire) for seed in range(8)]
     report = compute_report(parts, [None] * 8, projection_seeds(RANDOMNESS, 8, 2), 1.0)
     assert [math.copysign(1, x) for x in (*report.sums, *report.norms)] == [1.0] * 24
     assert not any(report.sums)
@@ -454,15 +385,15 @@ def test_a_part_that_equals_the_aggregate_reports_positive_zeros() -> None:
         assert math.copysign(1, report.sums[0]) == math.copysign(1, report.norms[0]) == 1
 
 
-def test_an_invalid_part_reports_what_the_zero_vector_does(dtype: torch.dtype) -> None:
-    aggregate, seeds = normal(16).to(dtype), projection_seeds(RANDOMNESS, 1, 1)
-    zero, valid = read_part(b"nonsense", 16, dtype, 1.0)
+def test_an_invalid_part_reports_what_the_zero_vector_does(wire: Wire) -> None:
+    aggregate, seeds = fit(normal(16), wire), projection_seeds(RANDOMNESS, 1, 1)
+    zero, valid = read_part(b"nonsense", 16, wire, 1.0)
     assert not valid
     assert compute_report([zero], [aggregate], seeds, 1.0).norms == (norm(aggregate),)
 
 
-def test_reports_of_the_largest_numbers_are_finite(dtype: torch.dtype) -> None:
-    part = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+def test_reports_of_the_largest_numbers_are_finite(wire: Wire) -> None:
+    part = torch.full((1000,), torch.finfo(wire.dtype).max, dtype=wire.dtype)
     report = compute_report([part], [-part], projection_seeds(RANDOMNESS, 1, 1), 1.0)
     assert all(map(math.isfinite, (*report.sums, *report.norms)))
     assert abs(report.sums[0]) < 10
@@ -483,7 +414,7 @@ def test_sizes_that_do_not_match_are_refused() -> None:
         with pytest.raises(ValueError, match=r"^rows: "):
             compute_column(wrong, rows[0, :3] if len(wrong) == 3 else rows[0], seeds[0], 1.0)
         with pytest.raises(ValueError, match=r"^rows: "):
-            is_balanced(wrong, rows[0, :3] if len(wrong) == 3 else rows[0], 1.0, 1.0)
+            is_balanced(wrong, rows[0, :3] if len(wrong) == 3 else rows[0], 1.0, FLOAT32, 1.0)
 
 
 # --- V1 ---
@@ -524,7 +455,7 @@ def test_v1_whoever_accuses_convinces_a_voter_that_sums_otherwise() -> None:
 # --- V2, from both sides ---
 
 
-def make_rows(kind: str, count: int, size: int, dtype: torch.dtype, seed: int, cap: float) -> Tensor:
+def make_rows(kind: str, count: int, size: int, wire: Wire, seed: int, cap: float) -> Tensor:
     """Valid rows about a common vector; in most kinds a minority attacks."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((count, size)) + rng.standard_normal(size)
@@ -539,7 +470,7 @@ def make_rows(kind: str, count: int, size: int, dtype: torch.dtype, seed: int, c
         rows *= 1e-6
     elif kind == "far":
         rows += 500 * rng.standard_normal(size)
-    return torch.stack([prepare_gradient(torch.from_numpy(row).float(), cap, dtype) for row in rows])
+    return torch.stack([fit(prepare_gradient(torch.from_numpy(row).float(), cap, wire), wire) for row in rows])
 
 
 KINDS = ("honest", "opposite", "together", "coinciding", "tiny", "far")
@@ -547,7 +478,7 @@ KINDS = ("honest", "opposite", "together", "coinciding", "tiny", "far")
 
 @settings(quick, max_examples=600)
 @given(
-    dtype=wire_types,
+    wire=wire_types,
     kind=st.sampled_from(KINDS),
     count=st.integers(1, 16),
     size=st.integers(1, 60),
@@ -556,17 +487,17 @@ KINDS = ("honest", "opposite", "together", "coinciding", "tiny", "far")
     seed=seeds_of_data,
 )
 def test_v2_v3_an_honest_aggregator_never_fails(
-    dtype: torch.dtype, kind: str, count: int, size: int, factor: float, cap: float, seed: int
+    wire: Wire, kind: str, count: int, size: int, factor: float, cap: float, seed: int
 ) -> None:
-    rows = make_rows(kind, count, size, dtype, seed, cap)
+    rows = make_rows(kind, count, size, wire, seed, cap)
     wide = rows.double()
     typical = float(torch.pdist(wide).median()) if count > 1 else 1.0
     tau = factor * (typical or 1.0)
-    aggregate = read_aggregate(encode_tensor(centered_clip(rows, tau).aggregate), size, dtype, cap)
+    aggregate = read_aggregate(wire.encode(centered_clip(rows, tau).aggregate), size, wire, cap)
     assert aggregate is not None
-    assert float(imbalance(rows, aggregate, tau).norm()) <= balance_bound(tau, count, size, dtype, cap)
-    assert is_balanced(rows, aggregate, tau, cap)
-    eps = sum_bound(tau, count, size, dtype, cap)
+    assert float(imbalance(rows, aggregate, tau).norm()) <= balance_bound(tau, count, size, wire, cap)
+    assert is_balanced(rows, aggregate, tau, wire, cap)
+    eps = sum_bound(tau, count, size, wire, cap)
     keys = projection_seeds(seed.to_bytes(32, "little"), 1, 8)
     reports = [compute_report([row], [aggregate], keys, tau) for row in rows]
     for k in range(8):
@@ -575,42 +506,45 @@ def test_v2_v3_an_honest_aggregator_never_fails(
 
 @pytest.mark.parametrize("factor", [1e-3, 0.3, 1.0])
 @pytest.mark.parametrize("kind", ["honest", "opposite", "constant"])
-def test_v2_v3_an_honest_aggregator_never_fails_where_rows_are_summed_in_float32(kind: str, factor: float) -> None:
+@pytest.mark.parametrize("name", ["float32", "int8"])
+def test_v2_v3_an_honest_aggregator_never_fails_where_rows_are_summed_in_float32(
+    name: str, kind: str, factor: float
+) -> None:
+    wire = WIRE_TYPES[name]
     count, size = 16, (1 << 21) // 16
     assert is_narrow(count, size, torch.float32)
     rows = normal(count, size) if kind != "constant" else (1 + 0.1 * normal(count, 1)).expand(count, size).contiguous()
     if kind == "opposite":
         rows[:7] *= -1000
+    rows = torch.stack([fit(row, wire) for row in rows])
     cap = max(norm(row) for row in rows)
     tau = factor * float((rows[-1] - rows[-2]).norm())
-    aggregate = centered_clip(rows, tau).aggregate
-    assert is_balanced(rows, aggregate, tau, cap)
+    aggregate = fit(centered_clip(rows, tau).aggregate, wire)
+    assert is_balanced(rows, aggregate, tau, wire, cap)
     sums, _ = compute_column(rows, aggregate, projection_seeds(RANDOMNESS, 1, 4)[0], tau)
-    assert np.abs(sums.sum(axis=1)).max() <= sum_bound(tau, count, size, torch.float32, cap)
+    assert np.abs(sums.sum(axis=1)).max() <= sum_bound(tau, count, size, wire, cap)
 
 
 @pytest.mark.parametrize(("count", "size", "cap"), [(16, 16, 10.0), (7, 1000, 3.0), (5, 1, 1.0)])
-def test_v2_liars_within_v1_cannot_frame_an_honest_aggregator(
-    count: int, size: int, cap: float, dtype: torch.dtype
-) -> None:
+def test_v2_liars_within_v1_cannot_frame_an_honest_aggregator(count: int, size: int, cap: float, wire: Wire) -> None:
     """Everybody, if need be, lies by all that no accuser objects to, in the direction that hurts."""
     for seed in range(10):
-        rows = make_rows("opposite", count, size, dtype, seed, cap)
+        rows = make_rows("opposite", count, size, wire, seed, cap)
         tau = 0.3 * cap
-        aggregate = centered_clip(rows, tau).aggregate
+        aggregate = fit(centered_clip(rows, tau).aggregate, wire)
         sums, norms = compute_column(rows, aggregate, projection_seeds(bytes([seed]) * 32, 1, 1)[0], tau)
         honest = float(sums.sum())
         lie = math.copysign(ACCUSER_MARGIN * (1 - 1e-6) * report_tolerance(tau, size)[0], honest)
         claimed = [s + lie for s in sums[0]]
         for s, claim, length in zip(sums[0], claimed, norms, strict=True):
             assert is_same_report(claim, length, s, length, tau, size, margin=ACCUSER_MARGIN)
-        assert abs(math.fsum(claimed)) <= sum_bound(tau, count, size, dtype, cap)
+        assert abs(math.fsum(claimed)) <= sum_bound(tau, count, size, wire, cap)
 
 
-def test_v2_the_tolerance_of_reports_fits_under_the_bound_even_at_the_worst_residual(dtype: torch.dtype) -> None:
-    worst = 6 * balance_bound(0.1, 16, 1000, dtype, 1.0)
+def test_v2_the_tolerance_of_reports_fits_under_the_bound_even_at_the_worst_residual(wire: Wire) -> None:
+    worst = 6 * balance_bound(0.1, 16, 1000, wire, 1.0)
     lies = 16 * ACCUSER_MARGIN * report_tolerance(0.1, 1000)[0]
-    assert sum_bound(0.1, 16, 1000, dtype, 1.0) == worst + lies
+    assert sum_bound(0.1, 16, 1000, wire, 1.0) == worst + lies
 
 
 def shifted(rows: Tensor, aggregate: Tensor, tau: float, direction: Tensor, target: float) -> Tensor | None:
@@ -627,14 +561,14 @@ def shifted(rows: Tensor, aggregate: Tensor, tau: float, direction: Tensor, targ
 
 @pytest.mark.parametrize("projections", [1, 2])
 @pytest.mark.parametrize("size", [1, 16, 200])
-def test_v2_a_shift_beyond_the_bound_is_caught(projections: int, size: int, dtype: torch.dtype) -> None:
+def test_v2_a_shift_beyond_the_bound_is_caught(projections: int, size: int, wire: Wire) -> None:
     """Ten times the bound passes with a chance of 1e-4: in 500 draws of ``z``, hardly ever."""
-    count, cap, passed, tried = 9, {torch.float32: 2.0, torch.float16: 1e-3, torch.bfloat16: 1e-5}[dtype], 0, 0
+    count, cap, passed, tried = 9, {"float32": 2.0, "float16": 1e-3, "bfloat16": 1e-5, "int8": 1e-6}[wire.name], 0, 0
     tau = 1.0
-    eps = sum_bound(tau, count, size, dtype, cap)
-    target = 10 * shift_bound(tau, count, size, dtype, cap, projections)
-    rows = torch.stack([prepare_gradient(row, cap, dtype) for row in normal(count, size)])
-    aggregate = centered_clip(rows, tau).aggregate
+    eps = sum_bound(tau, count, size, wire, cap)
+    target = 10 * shift_bound(tau, count, size, wire, cap, projections)
+    rows = torch.stack([fit(prepare_gradient(row, cap, wire), wire) for row in normal(count, size)])
+    aggregate = fit(centered_clip(rows, tau).aggregate, wire)
     direction = normal(size, seed=1).double()
     moved = shifted(rows, aggregate, tau, direction / direction.norm(), target)
     assert moved is not None, "the bound is beyond what the radius allows: the test says nothing"
@@ -651,8 +585,8 @@ def test_v2_a_shift_beyond_the_bound_is_caught(projections: int, size: int, dtyp
 def test_v2_the_published_probability_is_about_right(projections: int) -> None:
     """At a bound for 0.2 some pass, but no more than that, and at a hundredth of it all do."""
     count, size, cap, tau = 9, 16, 2.0, 1.0
-    eps = sum_bound(tau, count, size, torch.float32, cap)
-    bound = shift_bound(tau, count, size, torch.float32, cap, projections, 0.2)
+    eps = sum_bound(tau, count, size, FLOAT32, cap)
+    bound = shift_bound(tau, count, size, FLOAT32, cap, projections, 0.2)
     imbalances = normal(size).double()
     imbalances *= bound / imbalances.norm()
     passed = small = 0
@@ -665,45 +599,47 @@ def test_v2_the_published_probability_is_about_right(projections: int) -> None:
     assert small == 2000
 
 
-def test_the_bounds_follow_the_wire_type() -> None:
-    """Unit roundoff is 2^-24, 2^-8 and 2^-11; the type's own arithmetic shows it."""
-    for kind, unit in ROUNDOFF.items():
-        exact = torch.linspace(1, 2, 10_001, dtype=torch.float64)
-        worst = float(((exact.to(kind).double() - exact) / exact).abs().max())
-        assert 0.9 * unit < worst <= unit
-        assert sum_bound(1e-12, 1, 1, kind, 1.0) == pytest.approx(6 * unit * 1.02, rel=1e-3)
-        assert sum_bound(1.0, 10, 1, kind, 1e-20) == pytest.approx(
-            6 * (1e-5 + 10 * torch.finfo(kind).smallest_normal * torch.finfo(kind).eps), rel=1e-3
-        )
+def test_the_bounds_follow_the_wire_type(wire: Wire) -> None:
+    """Unit roundoff is 2^-24, 2^-8 and 2^-11, and a little over 4 percent for blocks of 8 bits."""
+    unit = ROUNDOFF[wire.name]
+    exact = torch.linspace(1, 2, 10_001, dtype=torch.float64)
+    if wire.name == "int8":  # the worst block: just too long for the smaller unit, all others on the edge
+        exact = torch.tensor([63.5 + 2**-17, *[0.5 - 2**-24] * 31], dtype=torch.float64)
+        errors = float((fit(exact, wire).double() - exact).norm() / exact.norm()), 0.0
+    else:
+        errors = tuple(((fit(exact, wire).double() - exact) / exact).abs().tolist())
+    assert 0.9 * unit < max(errors) <= unit == wire.roundoff
+    assert sum_bound(1e-12, 1, 1, wire, 1.0) == pytest.approx(6 * unit * wire.slack, rel=1e-3)
+    assert sum_bound(1.0, 10, 1, wire, 1e-20) == pytest.approx(6 * (1e-5 + 10 * wire.least), rel=1e-3)
 
 
 # --- V3 ---
 
 
 @pytest.mark.parametrize("size", [1, 16, 70_000])
-def test_v3_a_wrong_aggregate_is_out_of_balance(size: int, dtype: torch.dtype) -> None:
-    rows = make_rows("honest", 5, size, dtype, 0, 1e3 * size)
+def test_v3_a_wrong_aggregate_is_out_of_balance(size: int, wire: Wire) -> None:
+    rows = make_rows("honest", 5, size, wire, 0, 1e3 * size)
     typical = float((rows[0].double() - rows[1].double()).norm()) or 1.0
-    right, cap, tau = centered_clip(rows, typical).aggregate, max(map(norm, rows)), typical
-    assert is_balanced(rows, right, tau, cap)
-    assert is_balanced(list(rows), right, tau, cap)
-    step = 1.01 * 2 * balance_bound(tau, 5, size, dtype, cap)  # most rows are unclipped: each follows a shift
+    right, cap, tau = fit(centered_clip(rows, typical).aggregate, wire), max(map(norm, rows)), typical
+    assert is_balanced(rows, right, tau, wire, cap)
+    assert is_balanced(list(rows), right, tau, wire, cap)
+    step = 1.01 * 2 * balance_bound(tau, 5, size, wire, cap)  # most rows are unclipped: each follows a shift
     wrong = right.double()
     wrong[0] += step
-    assert not is_balanced(rows.double(), wrong, tau, 0.0)
-    assert not is_balanced(rows, (right.double() + typical).to(dtype), tau, cap)
+    assert not is_balanced(rows.double(), wrong, tau, wire, 0.0)
+    assert not is_balanced(rows, fit(right.double() + typical, wire), tau, wire, cap)
 
 
 @pytest.mark.parametrize("chunk", [3, 1 << 16])
 def test_v3_chunks_do_not_change_the_answer(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_CHUNK", chunk)
-    rows = make_rows("opposite", 7, 50, torch.float32, 0, 1e5)
+    rows = make_rows("opposite", 7, 50, FLOAT32, 0, 1e5)
     aggregate = centered_clip(rows, 3.0).aggregate
-    bound = balance_bound(3.0, 7, 50, torch.float32, 1e3)
+    bound = balance_bound(3.0, 7, 50, FLOAT32, 1e3)
     exact = float(imbalance(rows, aggregate + 1e-2, 3.0).norm())
     for factor in (0.99, 1.01):  # the bound grows in proportion to the cap, but for what CenteredClip may leave
         cap = 1e3 * (factor * exact - 7 * 3e-6) / (bound - 7 * 3e-6)
-        assert is_balanced(rows, aggregate + 1e-2, 3.0, cap) is (factor > 1)
+        assert is_balanced(rows, aggregate + 1e-2, 3.0, FLOAT32, cap) is (factor > 1)
 
 
 # --- V4, tolerant ---
@@ -711,16 +647,14 @@ def test_v3_chunks_do_not_change_the_answer(chunk: int, monkeypatch: pytest.Monk
 
 @quick
 @given(
-    dtype=wire_types,
+    wire=wire_types,
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5),
     relative=st.floats(-6, 2).map(lambda x: 10.0**x),
     seed=seeds_of_data,
 )
-def test_v4_two_thresholds_on_the_relative_distance(
-    dtype: torch.dtype, sizes: list[int], relative: float, seed: int
-) -> None:
-    mine = [normal(size, seed=seed + i).to(dtype) for i, size in enumerate(sizes)]
-    claimed = [(part.float() * (1 + relative)).to(dtype) for part in mine]
+def test_v4_two_thresholds_on_the_relative_distance(wire: Wire, sizes: list[int], relative: float, seed: int) -> None:
+    mine = [fit(normal(size, seed=seed + i), wire) for i, size in enumerate(sizes)]
+    claimed = [fit(part.float() * (1 + relative), wire) for part in mine]
     distance = norm(torch.cat(claimed).double() - torch.cat(mine).double()) / norm(torch.cat(mine))
     expected = Verdict.INNOCENT if distance <= 1e-3 else Verdict.INCONCLUSIVE if distance <= 1e-1 else Verdict.GUILTY
     if min(abs(distance / 1e-3 - 1), abs(distance / 1e-1 - 1)) > 1e-9:

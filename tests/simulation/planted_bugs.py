@@ -613,8 +613,8 @@ bug(
     "aggregates may be no numbers",
     (
         "decode_aggregates",
-        "return _read_within(pieces, sizes, dtype, [_longest_aggregate(cap, size, dtype) for size in sizes])",
-        "return [decode_tensor(data, size, dtype) for data, size in zip(pieces, sizes, strict=True)]",
+        "return _read_within(pieces, sizes, wire, [_longest_aggregate(cap, size, wire) for size in sizes])",
+        "return [wire.decode(data, size) for data, size in zip(pieces, sizes, strict=True)]",
     ),
     peers=5,
     steps=3,

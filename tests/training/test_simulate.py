@@ -142,11 +142,11 @@ def test_other_optimizers(name: str) -> None:
     assert result.final_metric > 0.8
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
-def test_short_wire_types(wire: str) -> None:
+@pytest.mark.parametrize(("wire", "width"), [("bfloat16", 2), ("float16", 2), ("int8", 1 + 1 / 32)])
+def test_short_wire_types(wire: str, width: float) -> None:
     result = simulate(task, **{**ATTACKED, "wire": wire, "steps": 40})
     assert (result.honest_banned, result.byzantine_banned) == (0, 2)
-    assert result.allreduce_bytes_per_peer_step == 2 * 6 / 7 * 33 * 2
+    assert result.allreduce_bytes_per_peer_step == pytest.approx(2 * 6 / 7 * 33 * width)
 
 
 # ---- Resuming
@@ -309,7 +309,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "sgd"}, "method 'sgd' is unknown; expected one of btard-sgd"),
     ({"method": "btard-clipped-sgd"}, "expected a length to which gradients are scaled"),
     ({"optimizer": {"name": "adam"}}, "optimizer: name = 'adam'"),
-    ({"wire": "int8"}, "wire: 'int8' is not one of"),
+    ({"wire": "int4"}, "wire: 'int4' is not one of"),
     ({"peers": 40, "byzantine": 2}, "33 parameters cannot be cut into 40 parts"),
 ]
 

@@ -16,6 +16,7 @@ from phalanx.core.envelope import open_body
 from phalanx.core.messages import Message, Signed
 from phalanx.core.partition import compute_part_sizes
 from phalanx.core.verification import Projections, compute_column, report_tolerance
+from phalanx.core.wire import WIRE_TYPES
 
 
 @dataclass(kw_only=True, eq=False)
@@ -25,7 +26,7 @@ class ShiftedAggregate(Attack):
     shift: float = 1.0
 
     def on_aggregate(self, insider: Insider, effect: ComputeAggregate, result: Tensor) -> Tensor:
-        moved = result + self.shift
+        moved = WIRE_TYPES[insider.config.wire].round(result + self.shift)
         view = insider.view
         insider.plot.notes["moved", view.step, view.attempt, insider.index] = effect.rows, moved, insider.duties
         return moved

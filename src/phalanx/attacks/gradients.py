@@ -22,8 +22,10 @@ from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import ComputeReport, Effect, Sign, Story
 from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Message, Signed
+from phalanx.core.partition import compute_part_sizes
 from phalanx.core.randomness import gaussian_vector
-from phalanx.core.verification import WIRE_TYPES, encode_tensor, prepare_gradient
+from phalanx.core.verification import prepare_gradient
+from phalanx.core.wire import WIRE_TYPES
 
 Change = Callable[[Tensor, Random], Tensor]
 """From the true gradient to what is sent instead."""
@@ -88,11 +90,11 @@ class NonFiniteParts(Attack):
         if gradient is None or not isinstance(body, m.Commit) or body.parts is None:
             return sign
         config, roster = insider.config, insider.view.roster
-        dtype = WIRE_TYPES[config.wire]
-        parts = cut(prepare_gradient(gradient, config.cap, dtype), len(roster))
-        for place, data in enumerate(parts):
+        wire = WIRE_TYPES[config.wire]
+        parts = cut(prepare_gradient(gradient, config.cap, wire), len(roster), wire)
+        for place, size in enumerate(compute_part_sizes(config.size, len(roster))):
             if place != insider.index:
-                parts[place] = encode_tensor(torch.full((len(data) // dtype.itemsize,), self.value, dtype=dtype))
+                parts[place] = wire.encode(torch.full((size,), self.value, dtype=wire.dtype))
         root, paths = compute_paths([hash_part(part) for part in parts])
         insider.notes["parts", sign.step, sign.attempt] = parts, paths
         return Sign(

@@ -20,11 +20,9 @@ from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
     ACCUSER_MARGIN,
-    Piece,
     compare_gradients,
     compute_report,
     decode_aggregates,
-    encode_parts,
     is_balanced,
     is_same_report,
     prepare_gradient,
@@ -33,6 +31,7 @@ from phalanx.core.verification import (
     read_parts,
     read_stack,
 )
+from phalanx.core.wire import Piece, Wire
 
 Finding = tuple[Verdict, tuple[int, ...]]
 """A verdict on somebody's commit, and the parts for which its report is wrong."""
@@ -58,13 +57,13 @@ def compute_gradient(peer: Peer, step: int, seed: bytes) -> Story:
         value = peer.finished.pop(ticket)
         if value is None:
             return None
-        peer.gradients[step, seed] = known = prepare_gradient(value, peer.config.cap, peer.dtype)
+        peer.gradients[step, seed] = known = prepare_gradient(value, peer.config.cap, peer.wire)
     return known
 
 
-def cut(gradient: Tensor, count: int) -> list[Piece]:
+def cut(gradient: Tensor, count: int, wire: Wire) -> list[Piece]:
     """A gradient's parts as they travel."""
-    return encode_parts(split_parts(gradient, count))
+    return wire.encode_parts(split_parts(gradient, count))
 
 
 def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
@@ -75,10 +74,10 @@ def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
     new = [place for place in places if place not in peer.readings and peer.has_aggregate(transcript, place[2])]
     if new:
         pieces, lengths = [peer.aggregates[place] for place in new], tuple(sizes[part] for _, _, part in new)
-        found = decode_aggregates(pieces, lengths, peer.dtype, peer.config.cap)
+        found = decode_aggregates(pieces, lengths, peer.wire, peer.config.cap)
         for place, read, size in zip(new, found, lengths, strict=True):
             # Bytes that are no aggregate count as zero, as with parts: V2 finds whose they are.
-            peer.readings[place] = torch.zeros(size, dtype=peer.dtype) if read is None else read
+            peer.readings[place] = torch.zeros(size, dtype=peer.wire.dtype) if read is None else read
     return [peer.readings.get(place) for place in places]
 
 
@@ -96,7 +95,7 @@ def check_commit(peer: Peer, transcript: Transcript, target: bytes, accusing: bo
     gradient = yield from compute_gradient(peer, view.step, seed)
     if gradient is None:
         return Verdict.NOT_RECEIVED, ()
-    mine = cut(gradient, count)
+    mine = cut(gradient, count, peer.wire)
     parts: dict[int, Piece] = dict(enumerate(mine))
     if compute_root([hash_part(part) for part in mine]) != root:
         if peer.config.tolerance is None:
@@ -128,11 +127,11 @@ def _compare(peer: Peer, parts: dict[int, Piece], mine: Sequence[Piece]) -> Verd
     sizes = compute_part_sizes(peer.config.size, len(mine))
     theirs, ours = [], []
     for part, data in sorted(parts.items()):
-        tensor, valid = read_part(data, sizes[part], peer.dtype, peer.config.cap)
+        tensor, valid = read_part(data, sizes[part], peer.wire, peer.config.cap)
         if not valid:
             return Verdict.GUILTY
         theirs.append(tensor)
-        ours.append(read_part(mine[part], sizes[part], peer.dtype, peer.config.cap)[0])
+        ours.append(read_part(mine[part], sizes[part], peer.wire, peer.config.cap)[0])
     return compare_gradients(theirs, ours, peer.config.tolerance.lower, peer.config.tolerance.upper)
 
 
@@ -166,7 +165,7 @@ def _find_wrong_reports(
         return ()
     sizes = compute_part_sizes(peer.config.size, count)
     pieces = [parts.get(part, b"") for part in range(count)]
-    tensors = [tensor for tensor, _ in read_parts(pieces, sizes, peer.dtype, peer.config.cap)]
+    tensors = [tensor for tensor, _ in read_parts(pieces, sizes, peer.wire, peer.config.cap)]
     aggregates = read_aggregates(peer, transcript)
     seeds = projection_seeds(transcript.randomness, count, peer.config.projections)
     right = compute_report(tensors, aggregates, seeds, view.tau)
@@ -257,8 +256,8 @@ def _check_part(peer: Peer, part: int) -> Verdict:
     aggregate = read_aggregates(peer, transcript)[part]
     if aggregate is None or any(row is None for row in rows):
         return Verdict.NOT_RECEIVED
-    stack, _ = read_stack([row or b"" for row in rows], peer.sizes[part], peer.dtype, peer.config.cap)
-    fine = is_balanced(stack, aggregate, view.tau, peer.config.cap)
+    stack, _ = read_stack([row or b"" for row in rows], peer.sizes[part], peer.wire, peer.config.cap)
+    fine = is_balanced(stack, aggregate, view.tau, peer.wire, peer.config.cap)
     return Verdict.INNOCENT if fine else Verdict.GUILTY
 
 
@@ -294,7 +293,7 @@ def _check_accusation(peer: Peer, charge: m.Accusation, accusers: Sequence[bytes
     parts = {place[3]: peer.get_part(place) or b"" for place in places}
     if charge.rule is Rule.MALFORMED:
         sizes = compute_part_sizes(peer.config.size, count)
-        bad = all(not read_part(data, sizes[part], peer.dtype, peer.config.cap)[1] for part, data in parts.items())
+        bad = all(not read_part(data, sizes[part], peer.wire, peer.config.cap)[1] for part, data in parts.items())
         return Verdict.GUILTY if bad else Verdict.INNOCENT
     return _check_report(peer, transcript, charge, parts)
 
@@ -330,7 +329,7 @@ def _check_report(peer: Peer, transcript: Transcript, charge: m.Accusation, part
         return Verdict.NOT_RECEIVED
     seeds = projection_seeds(transcript.randomness, count, peer.config.projections)
     for place, part in enumerate(charge.parts):
-        tensor = read_part(parts[part], sizes[part], peer.dtype, peer.config.cap)[0]
+        tensor = read_part(parts[part], sizes[part], peer.wire, peer.config.cap)[0]
         right = compute_report([tensor], [aggregates[part]], (seeds[part],), view.tau)
         claimed = charge.sums[place::width]
         if part not in wrong or not all(

@@ -10,7 +10,7 @@ from msgspec import Struct, msgpack
 from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
 from phalanx.core.messages import MAX_MEMBERS, MAX_PROJECTIONS
-from phalanx.core.verification import WIRE_TYPES
+from phalanx.core.wire import WIRE_TYPES
 
 KEPT_STEPS = 3
 """Parameters, gradients and messages of so many steps are kept: what may still be checked."""

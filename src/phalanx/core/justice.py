@@ -32,7 +32,8 @@ from phalanx.core.messages import MAX_BALLOTS, Phase, Rule, Signed, Verdict
 from phalanx.core.partition import compute_part_sizes
 from phalanx.core.slowpath import Resolution
 from phalanx.core.transcript import Transcript
-from phalanx.core.verification import WIRE_TYPES, sum_bound
+from phalanx.core.verification import sum_bound
+from phalanx.core.wire import WIRE_TYPES
 
 Cases = Mapping[bytes, m.Accusation | m.Proof]
 """Accusations and proofs by their digests: whoever has the digest knows that it has the right one."""
@@ -455,7 +456,7 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
     """V2, after V1's corrections."""
     view, reports = transcript.view, transcript.reports or {}
     sizes = compute_part_sizes(config.size, len(view.roster))
-    dtype = WIRE_TYPES[config.wire]
+    wire = WIRE_TYPES[config.wire]
     bodies = {k: x.body for k, x in reports.items() if isinstance(x.body, m.Report) and x.body.norms}
     parts = len(view.roster)
     if not bodies:
@@ -463,7 +464,7 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
     failing: dict[bytes, Offence] = {}
     evidence: tuple[Signed, ...] | None = None
     columns = list(zip(*(body.sums for body in bodies.values()), strict=False))
-    bounds = {size: sum_bound(view.tau, len(bodies), size, dtype, config.cap) for size in set(sizes)}
+    bounds = {size: sum_bound(view.tau, len(bodies), size, wire, config.cap) for size in set(sizes)}
     for part, size in enumerate(sizes):
         eps = bounds[size]
         for place in range(config.projections):

@@ -31,7 +31,7 @@ from phalanx.core.messages import MAX_CHUNK, Phase, Signed
 from phalanx.core.partition import compute_part_sizes, join_parts
 from phalanx.core.slowpath import Resolution, is_valid_alarm
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
-from phalanx.core.verification import WIRE_TYPES, Piece
+from phalanx.core.wire import WIRE_TYPES, Piece
 
 _PAST_HEIGHTS = 64
 _FUTURE_HEIGHTS = 4
@@ -72,7 +72,7 @@ class Own:
     seed: bytes = b""
     """Of the batch whose gradient this is."""
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
-    """All parts, by attempt."""
+    """All parts, by attempt, before they are encoded: together they are the gradient, however it was cut."""
     parts: dict[int, list[Piece]] = field(default_factory=dict)
     """Their wire bytes: of long parts a view."""
     paths: dict[int, list[tuple[bytes, ...]]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Peer:
         self.time = 0.0
         """The clock of the fast path: it stands still in slow paths."""
         self.config, self.key, self.run, self.examiner = config, key, config.run, examiner
-        self.dtype = WIRE_TYPES[config.wire]
+        self.wire = WIRE_TYPES[config.wire]
         self.now = 0.0
         self.links: list[tuple[View, tuple[Signed, ...]]] = []
         """The views at which the roster changed, and who signed them."""
@@ -449,7 +449,7 @@ class Peer:
         if transcript is None or chunk.part >= len(transcript.view.roster):
             return None
         sizes = compute_part_sizes(self.config.size, len(transcript.view.roster))
-        if chunk.size != sizes[chunk.part] * self.dtype.itemsize:
+        if chunk.size != self.wire.count_bytes(sizes[chunk.part]):
             return None
         if len(chunk.data) == chunk.size:
             return chunk.data

@@ -96,8 +96,6 @@ from phalanx.core.transcript import Transcript, Values
 from phalanx.core.verification import (
     ACCUSER_MARGIN,
     compute_column,
-    encode_parts,
-    encode_tensor,
     is_same_report,
     projection_seeds,
     read_stack,
@@ -204,7 +202,7 @@ def prepare_parts(peer: Peer) -> Story:
         gradient = yield from compute_gradient(peer, view.step, seed)
         own.seed, own.tensors[view.attempt] = seed, split_parts(gradient, len(view.roster))
         peer.gradients.pop((view.step, seed), None)
-        own.parts[view.attempt] = encode_parts(own.tensors[view.attempt])
+        own.parts[view.attempt] = peer.wire.encode_parts(own.tensors[view.attempt])
         digests = [hash_part(part) for part in own.parts[view.attempt]]
         own.roots[view.attempt], own.paths[view.attempt] = compute_paths(digests)
     if on_trial:
@@ -271,7 +269,7 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     if place not in peer.aggregates:
         rows, _ = read_rows(peer)
         result = yield ComputeAggregate(rows, view.tau)
-        peer.aggregates[place] = encode_tensor(result)
+        peer.aggregates[place] = peer.wire.encode(result)
     data = peer.aggregates[place]
     yield from send_aggregate(peer.audience, *place, data)
     return m.Aggregate(hash_part(data), (), (), trials)
@@ -282,7 +280,7 @@ def read_rows(peer: Peer) -> tuple[torch.Tensor, list[bool]]:
     if peer.rows is None:
         view, contributors = peer.view, peer.duties.contributors
         pieces = [peer.get_part((view.step, view.attempt, key, peer.index)) or b"" for key in contributors]
-        peer.rows = read_stack(pieces, peer.sizes[peer.index], peer.dtype, peer.config.cap)
+        peer.rows = read_stack(pieces, peer.sizes[peer.index], peer.wire, peer.config.cap)
     return peer.rows
 
 
@@ -421,7 +419,7 @@ def make_report(peer: Peer, own: Own, findings: tuple[m.Finding, ...]) -> Story:
     lacking = tuple(part for part, aggregate in enumerate(aggregates) if aggregate is None)
     if not peer.contributes:
         return m.Report((), (), lacking, findings)
-    parts = tuple(own.tensors[view.attempt])
+    parts = tuple(map(peer.wire.round, own.tensors[view.attempt]))
     seeds = projection_seeds(transcript.randomness, count, peer.config.projections)
     result = yield ComputeReport(parts, tuple(aggregates), seeds, view.tau)
     return m.Report(result.sums, result.norms, lacking, findings)

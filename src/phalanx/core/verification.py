@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,19 +30,9 @@ from phalanx.core.clipping import PROMISE
 from phalanx.core.gram import is_narrow
 from phalanx.core.messages import Verdict
 from phalanx.core.randomness import Stream, derive_seed, gaussian_table
+from phalanx.core.wire import WIRE_TYPES, Piece, Wire, widen
 
 Array: TypeAlias = npt.NDArray[np.float64]
-Piece: TypeAlias = bytes | bytearray | memoryview
-"""The bytes of a part or an aggregate. Who holds them reads them only."""
-
-WIRE_TYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-# Rounding to the wire type may lengthen a gradient that was scaled to the cap; by less than this, for every type.
-_CAP_SLACK = 1.02
 # Where a norm is this close to its limit, it is summed exactly: all peers must agree on which side it is.
 _CLOSE = 1e-9
 # Where a sum in float32 is below this share of the squared limit, it is enough, for limits that float32 can square.
@@ -59,68 +49,22 @@ _TINY = 1e-30
 _LARGEST_RADIUS = 1e300
 
 _CHUNK = 1 << 16
+_FLOAT32 = WIRE_TYPES["float32"]
 _FROM_START = np.zeros(1, dtype=np.intp)
 _SMALL = 1 << 15  # up to so many numbers, times projections, short parts are handled together and their z kept
-# The types in which numpy holds the numbers, on the wire and here; for bfloat16, which it does not know, their bits.
-_LITTLE = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<u2"}
-_NATIVE = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
 
 # ---- What bytes mean
 
 
-def encode_tensor(t: Tensor) -> bytes:
-    """The numbers of a vector in a wire type, as little-endian bytes."""
-    return _get_numbers(t).tobytes()
-
-
-def view_bytes(t: Tensor) -> memoryview:
-    """What :func:`encode_tensor` copies. Where the vector has its numbers in that form, these are they: a view."""
-    return np.ascontiguousarray(_get_numbers(t)).view(np.uint8).data
-
-
-def _get_numbers(t: Tensor) -> npt.NDArray[Any]:
-    """The numbers as they are on the wire, without a copy if they are so here."""
-    little = _LITTLE.get(t.dtype)
-    if t.ndim != 1 or little is None:
-        raise ValueError(f"t: expected a vector of {', '.join(WIRE_TYPES)}, got shape {tuple(t.shape)} of {t.dtype}")
-    values = t.detach().cpu()
-    if t.dtype is torch.bfloat16:
-        values = values.view(torch.uint16)
-    return values.numpy().astype(little, copy=False)
-
-
-def encode_parts(parts: Sequence[Tensor]) -> list[Piece]:
-    """:func:`encode_tensor` of each, of short ones at once; of long ones :func:`view_bytes`, to spare the copy."""
-    ends = list(itertools.accumulate(part.numel() * part.itemsize for part in parts))
-    if not ends or ends[-1] > 4 * _SMALL:
-        return [view_bytes(part) for part in parts]
-    data = encode_tensor(torch.cat(list(parts)))
-    return [data[start:end] for start, end in itertools.pairwise((0, *ends))]
-
-
-def decode_tensor(data: Piece, size: int, dtype: torch.dtype) -> Tensor | None:
-    """The vector of ``size`` numbers, or None if the bytes are too many or too few for it.
-
-    It lies where a ``bytearray`` has it, if this machine holds numbers so; of ``bytes``, which stay as they are, it is
-    a copy.
-    """
-    if len(data) != size * dtype.itemsize:
-        return None
-    if size == 0:
-        return torch.empty(0, dtype=dtype)
-    numbers = np.frombuffer(data, _LITTLE[dtype])
-    vector = torch.from_numpy(numbers.astype(_NATIVE[dtype], copy=not isinstance(data, bytearray)))
-    return vector.view(dtype) if dtype is torch.bfloat16 else vector
-
-
-def prepare_gradient(vector: Tensor, cap: float, dtype: torch.dtype) -> Tensor:
-    """The one form in which a gradient is committed to: finite, no longer than ``cap``, in the wire type.
+def prepare_gradient(vector: Tensor, cap: float, wire: Wire) -> Tensor:
+    """The one form in which a gradient is committed to: finite, no longer than ``cap``, as the wire type holds it.
 
     One that is not finite as float32 becomes zero: whoever validates gets the same, so an overflow is nobody's guilt.
-    Numbers beyond the type's range are brought to its edge. The norm is summed in one order on every CPU.
+    Numbers beyond the type's range are brought to its edge. The norm is summed in one order on every CPU. (What rounds
+    in blocks does so when the gradient has been cut and is encoded.)
     """
-    values = vector.detach().cpu().float()
+    values, dtype = vector.detach().cpu().float(), wire.dtype
     if dtype is torch.float32 and _is_clearly_within(values, cap):
         return values.clone().to(vector.device)
     square = _square(values)
@@ -136,47 +80,35 @@ def prepare_gradient(vector: Tensor, cap: float, dtype: torch.dtype) -> Tensor:
     return out.to(vector.device)
 
 
-def read_part(data: Piece, size: int, dtype: torch.dtype, cap: float) -> tuple[Tensor, bool]:
+def read_part(data: Piece, size: int, wire: Wire, cap: float) -> tuple[Tensor, bool]:
     """What everybody takes committed bytes to mean, and whether they were valid.
 
-    Bytes of the wrong length, with a number that is not finite, or longer than an honest part can be, count as the zero
-    vector: the committed gradient is then defined all the same, and the aggregate with it.
+    Bytes of the wrong length, with a number that is not finite (or said otherwise than it should be: ``Blocks``), or
+    longer than an honest part can be, count as the zero vector: the committed gradient is then defined all the same,
+    and the aggregate with it.
     """
-    return read_parts([data], (size,), dtype, cap)[0]
+    return read_parts([data], (size,), wire, cap)[0]
 
 
-def read_parts(
-    pieces: Sequence[Piece], sizes: tuple[int, ...], dtype: torch.dtype, cap: float
-) -> list[tuple[Tensor, bool]]:
+def read_parts(pieces: Sequence[Piece], sizes: tuple[int, ...], wire: Wire, cap: float) -> list[tuple[Tensor, bool]]:
     """:func:`read_part` of each."""
-    limits = [_longest(cap, size, dtype) for size in sizes]
-    found = _read_within(pieces, sizes, dtype, limits)
+    limits = [_longest(cap, size, wire) for size in sizes]
+    found = _read_within(pieces, sizes, wire, limits)
     return [
-        (torch.zeros(size, dtype=dtype), False) if part is None else (part, True)
+        (torch.zeros(size, dtype=wire.dtype), False) if part is None else (part, True)
         for part, size in zip(found, sizes, strict=True)
     ]
 
 
-def read_stack(pieces: Sequence[Piece], size: int, dtype: torch.dtype, cap: float) -> tuple[Tensor, list[bool]]:
+def read_stack(pieces: Sequence[Piece], size: int, wire: Wire, cap: float) -> tuple[Tensor, list[bool]]:
     """:func:`read_part` of each, as the rows of one matrix; and which of them were valid."""
-    nothing, limit = bytes(size * dtype.itemsize), _longest(cap, size, dtype)
+    nothing, limit = bytes(wire.count_bytes(size)), _longest(cap, size, wire)
     fit = [len(data) == len(nothing) for data in pieces]
-    numbers = _lay_in_rows([data if fits else nothing for data, fits in zip(pieces, fit, strict=True)], size, dtype)
-    stack = torch.from_numpy(numbers).view(dtype)
+    stack = wire.decode_rows([data if fits else nothing for data, fits in zip(pieces, fit, strict=True)], size)
     valid = [fits and within for fits, within in zip(fit, _are_within(stack, limit), strict=True)]
     if not all(valid):
-        numbers[np.logical_not(valid)] = 0
+        stack[torch.tensor(valid).logical_not()] = 0
     return stack, valid
-
-
-def _lay_in_rows(pieces: Sequence[Piece], size: int, dtype: torch.dtype) -> npt.NDArray[Any]:
-    """The numbers in pieces of one size; where calls cost more than arithmetic, with as few as will do."""
-    if len(pieces) * size <= _SMALL:
-        return np.frombuffer(b"".join(pieces), _LITTLE[dtype]).astype(_NATIVE[dtype]).reshape(-1, size)
-    numbers = np.empty((len(pieces), size), _NATIVE[dtype])
-    for row, data in zip(numbers, pieces, strict=True):
-        row[:] = np.frombuffer(data, _LITTLE[dtype])
-    return numbers
 
 
 def _are_within(stack: Tensor, limit: float) -> list[bool]:
@@ -188,75 +120,49 @@ def _are_within(stack: Tensor, limit: float) -> list[bool]:
     return [_is_within(row, square, limit) for row, square in zip(stack.unbind(), squares, strict=True)]
 
 
-def read_aggregate(data: Piece, size: int, dtype: torch.dtype, cap: float) -> Tensor | None:
+def read_aggregate(data: Piece, size: int, wire: Wire, cap: float) -> Tensor | None:
     """An aggregate; None if the bytes cannot be one.
 
     A weighted mean of valid parts is no longer than the longest, but for the rounding of its own numbers.
     """
-    return decode_aggregates([data], (size,), dtype, cap)[0]
+    return decode_aggregates([data], (size,), wire, cap)[0]
 
 
-def decode_aggregates(
-    pieces: Sequence[Piece], sizes: tuple[int, ...], dtype: torch.dtype, cap: float
-) -> list[Tensor | None]:
+def decode_aggregates(pieces: Sequence[Piece], sizes: tuple[int, ...], wire: Wire, cap: float) -> list[Tensor | None]:
     """:func:`read_aggregate` of each."""
-    return _read_within(pieces, sizes, dtype, [_longest_aggregate(cap, size, dtype) for size in sizes])
+    return _read_within(pieces, sizes, wire, [_longest_aggregate(cap, size, wire) for size in sizes])
 
 
 def _read_within(
-    pieces: Sequence[Piece], sizes: tuple[int, ...], dtype: torch.dtype, limits: Sequence[float]
+    pieces: Sequence[Piece], sizes: tuple[int, ...], wire: Wire, limits: Sequence[float]
 ) -> list[Tensor | None]:
     """The vectors in these bytes; None for bytes of the wrong length, or what is not finite or beyond its limit."""
-    fit = [len(data) == size * dtype.itemsize for data, size in zip(pieces, sizes, strict=True)]
-    if len(pieces) > 1 and all(fit) and min(sizes) > 0 and sum(sizes) <= _SMALL:  # calls cost more than arithmetic
+    fit = [len(data) == wire.count_bytes(size) for data, size in zip(pieces, sizes, strict=True)]
+    together = wire.seamless and len(pieces) > 1 and sum(sizes) <= _SMALL  # calls cost more than arithmetic
+    if together and all(fit) and min(sizes) > 0:
         data = b"".join(pieces)
-        whole, wide = decode_tensor(data, sum(sizes), dtype), _decode_wide(data, dtype)
+        whole, wide = wire.decode(data, sum(sizes)), wire.decode_wide(data)
         assert whole is not None
         squares: list[float] = np.add.reduceat(wide * wide, _starts(sizes)).tolist()
         each = zip(torch.split_with_sizes(whole, sizes), squares, limits, strict=True)
         return [vector if _is_within(vector, square, limit) else None for vector, square, limit in each]
-    vectors = [decode_tensor(data, size, dtype) for data, size in zip(pieces, sizes, strict=True)]
+    vectors = [wire.decode(data, size) for data, size in zip(pieces, sizes, strict=True)]
     return [
         vector if vector is not None and _is_within_limit(vector, limit) else None
         for vector, limit in zip(vectors, limits, strict=True)
     ]
 
 
-def _decode_wide(data: bytes, dtype: torch.dtype) -> Array:
-    """The numbers in these bytes as float64, without a tensor in between."""
-    numbers = np.frombuffer(data, _LITTLE[dtype])
-    if dtype is torch.bfloat16:  # the upper half of a float32
-        return _widen((numbers.astype(np.uint32) << 16).view(np.float32))
-    return _widen(numbers.astype(np.float32, copy=False))
-
-
 @lru_cache(maxsize=64)
-def _longest(cap: float, size: int, dtype: torch.dtype) -> float:
+def _longest(cap: float, size: int, wire: Wire) -> float:
     """The norm up to which a part is valid: the cap, and what rounding adds (near zero, an absolute error)."""
-    return _CAP_SLACK * cap + _least(dtype) * math.sqrt(size)
+    return wire.slack * cap + wire.least * math.sqrt(size)
 
 
 @lru_cache(maxsize=64)
-def _longest_aggregate(cap: float, size: int, dtype: torch.dtype) -> float:
+def _longest_aggregate(cap: float, size: int, wire: Wire) -> float:
     # 1e-4 is for float32 sums of up to 256 rows.
-    return _longest(cap, size, dtype) * (1 + 2 * _roundoff(dtype) + 1e-4) + _least(dtype) * math.sqrt(size)
-
-
-@cache
-def _roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding: 2^-24 for float32, 2^-8 for bfloat16, 2^-11 for float16.
-
-    With ``p`` significant bits, one of them implied, neighbours above 1 are ``2^(1-p)`` apart and the nearest is at
-    most half of that away.
-    """
-    return torch.finfo(dtype).eps / 2
-
-
-@cache
-def _least(dtype: torch.dtype) -> float:
-    """The smallest positive number: near zero, neighbours are this far apart."""
-    info = torch.finfo(dtype)
-    return info.smallest_normal * info.eps
+    return _longest(cap, size, wire) * (1 + 2 * wire.roundoff + 1e-4) + wire.least * math.sqrt(size)
 
 
 def _is_within_limit(vector: Tensor, limit: float) -> bool:
@@ -317,7 +223,7 @@ def _add_up(values: Array) -> Array:
 def _wide(t: Tensor) -> Array:
     t = t.cpu()
     # Of short vectors numpy makes less ado, but it does not know bfloat16.
-    return _widen((t.float() if t.itemsize == 2 else t).numpy())
+    return widen((t.float() if t.itemsize == 2 else t).numpy())
 
 
 def _fill(out: Array, numbers: Tensor) -> None:
@@ -325,12 +231,6 @@ def _fill(out: Array, numbers: Tensor) -> None:
     numbers = numbers.cpu()
     with np.errstate(invalid="ignore"):
         out[:] = (numbers.float() if numbers.itemsize == 2 else numbers).numpy()
-
-
-def _widen(numbers: npt.NDArray[np.floating]) -> Array:
-    """From four bytes or more: then a signalling nan, which anybody can send, is an ordinary one afterwards."""
-    with np.errstate(invalid="ignore"):
-        return numbers.astype(np.float64)
 
 
 # ---- Reports
@@ -501,7 +401,7 @@ def is_same_report(
 
 
 @lru_cache(maxsize=64)
-def sum_bound(tau: float, count: int, size: int, dtype: torch.dtype, cap: float) -> float:
+def sum_bound(tau: float, count: int, size: int, wire: Wire, cap: float) -> float:
     """V2: ``eps``, which ``|sum_i s_i|`` of an honest aggregator over ``count`` contributors does not exceed.
 
     Let ``v`` be what CenteredClip found, ``a = v + e`` what was sent, and ``E = sum_i clip(g_i - a)``.
@@ -514,19 +414,23 @@ def sum_bound(tau: float, count: int, size: int, dtype: torch.dtype, cap: float)
     * What is summed is not ``<z, E>`` but what ``n`` contributors say, and each may be off by what V1 lets pass: liars
       within the tolerance must not be able to frame an honest aggregator.
     """
-    return _SIGMAS * balance_bound(tau, count, size, dtype, cap) + _unseen(tau, count, size)
+    return _SIGMAS * balance_bound(tau, count, size, wire, cap) + _unseen(tau, count, size)
 
 
-def balance_bound(tau: float, count: int, size: int, dtype: torch.dtype, cap: float) -> float:
+def balance_bound(tau: float, count: int, size: int, wire: Wire, cap: float) -> float:
     """How large ``|sum_i clip(g_i - a)|`` can be for an honest aggregate ``a``: no ``z``, and nothing left to chance.
 
-    Rounding ``v`` to the wire type moves each number by at most the unit roundoff times its size, or half the smallest
-    positive number, so ``|e| <= u |v| + least sqrt(size)``, and ``|v|`` is at most the norm of a valid part. (A hair
-    more, since float64 becomes a two-byte type by way of float32.) Long float32 rows are summed in float32: ``n + 1``
-    more roundings, of partial sums no longer than a part.
+    Rounding ``v`` to the wire type gives ``|e| <= u |v| + least sqrt(size)`` with the unit roundoff ``u`` (of int8, for
+    a block), and ``|v|`` is at most the norm of a valid part. (A hair more, since float64 becomes a shorter type by way
+    of float32.) Long rows that are held as float32 are summed in float32: ``n + 1`` roundings of that type more, of
+    partial sums no longer than a part.
     """
-    roundings = count + 2 if is_narrow(count, size, dtype) else 1 + 2**-12
-    error = roundings * (_roundoff(dtype) * _longest(cap, size, dtype) + _least(dtype) * math.sqrt(size))
+    longest, root = _longest(cap, size, wire), math.sqrt(size)
+    error = wire.roundoff * longest + wire.least * root
+    if not is_narrow(count, size, wire.dtype):
+        error *= 1 + 2**-12
+    else:
+        error += (count + 1) * (_FLOAT32.roundoff * longest + _FLOAT32.least * root)
     return count * (PROMISE * tau + error)
 
 
@@ -534,7 +438,7 @@ def shift_bound(
     tau: float,
     count: int,
     size: int,
-    dtype: torch.dtype,
+    wire: Wire,
     cap: float,
     projections: int = 1,
     probability: float = 1e-3,
@@ -547,7 +451,7 @@ def shift_bound(
     power of that. This is a probability, not a wall: one projection lets half of this bound pass twice as often, and
     anything below ``eps / 6`` always. Who shifts step after step is caught after a few.
     """
-    allowed = sum_bound(tau, count, size, dtype, cap) + _unseen(tau, count, size)
+    allowed = sum_bound(tau, count, size, wire, cap) + _unseen(tau, count, size)
     return math.sqrt(2 / math.pi) * allowed / math.pow(probability, 1 / projections)
 
 
@@ -556,7 +460,7 @@ def _unseen(tau: float, count: int, size: int) -> float:
     return count * ACCUSER_MARGIN * report_tolerance(tau, size)[0]
 
 
-def is_balanced(rows: Tensor | Sequence[Tensor], aggregate: Tensor, tau: float, cap: float) -> bool:
+def is_balanced(rows: Tensor | Sequence[Tensor], aggregate: Tensor, tau: float, wire: Wire, cap: float) -> bool:
     """V3: whether the aggregate of opened rows is right, by the deterministic part of V2's bound.
 
     All must come to the same answer, so the order of summation is fixed, and nothing is left to a library for matrices.
@@ -576,7 +480,7 @@ def is_balanced(rows: Tensor | Sequence[Tensor], aggregate: Tensor, tau: float, 
             total += factors[i] * (_wide(rows[i][columns]) - about)
         square += float(_add_up(total * total))
     # Beyond the bound, a hair for float64 itself.
-    return math.sqrt(square) <= balance_bound(tau, count, size, aggregate.dtype, cap) * (1 + 1e-6)
+    return math.sqrt(square) <= balance_bound(tau, count, size, wire, cap) * (1 + 1e-6)
 
 
 def compare_gradients(claimed: Sequence[Tensor], mine: Sequence[Tensor], lower: float, upper: float) -> Verdict:

@@ -12,7 +12,8 @@ from phalanx.core.config import KEPT_STEPS
 from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import ComputeGradient, Effect
 from phalanx.core.randomness import gaussian_vector
-from phalanx.core.verification import Projections, compute_report, decode_tensor, encode_tensor
+from phalanx.core.verification import Projections, compute_report
+from phalanx.core.wire import decode_tensor, encode_tensor
 
 _RATE = 0.25
 _NOISE = 0.3

@@ -15,7 +15,7 @@ from phalanx.core.config import Config
 from phalanx.core.crypto import compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError
 from phalanx.core.randomness import derive_seed, gaussian_vector
-from phalanx.core.verification import WIRE_TYPES
+from phalanx.core.wire import WIRE_TYPES
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.manifest import (
     VERSION,
@@ -92,7 +92,7 @@ def make_network_manifest(
     if method == "btard-clipped-sgd" and clip is None:
         raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (--clip)")
     solo = Solo(gradients, make_optimizer(settings, steps, gradients.sizes))
-    bytes_moved = 2 * gradients.size * WIRE_TYPES.get(wire, torch.float32).itemsize
+    bytes_moved = 2 * WIRE_TYPES.get(wire, WIRE_TYPES["float32"]).count_bytes(gradients.size)
     manifest = NetworkManifest(
         version=VERSION,
         task=TaskSection(

@@ -15,7 +15,8 @@ from phalanx.core.clipping import centered_clip
 from phalanx.core.config import KEPT_STEPS
 from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import ComputeGradient, Effect
-from phalanx.core.verification import Projections, compute_report, view_bytes
+from phalanx.core.verification import Projections, compute_report
+from phalanx.core.wire import view_bytes
 from phalanx.training.gradients import Gradients
 from phalanx.training.optimizers import Optimizer, State, compute_state_digest, decode_state, encode_state
 

@@ -29,7 +29,7 @@ from phalanx.core.memory import Link, Memory, recall, remember, remember_notes, 
 from phalanx.core.messages import Phase, PullChain
 from phalanx.core.peer import Peer
 from phalanx.core.step import make_peer, run_made_peer
-from phalanx.core.verification import WIRE_TYPES
+from phalanx.core.wire import WIRE_TYPES
 from phalanx.events import Event
 from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox
@@ -224,7 +224,7 @@ class Member:
                 "python": platform.python_version(),
                 "platform": describe_platform(run.device),
             },
-            number_bytes=WIRE_TYPES[run.wire].itemsize,
+            number_bytes=WIRE_TYPES[run.wire].number_bytes,
             clock="wall",
         )
 

@@ -32,12 +32,13 @@ from torch import Tensor
 
 from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
-from phalanx.core.verification import WIRE_TYPES, decode_tensor, view_bytes
+from phalanx.core.wire import WIRE_TYPES, decode_tensor, view_bytes
 from phalanx.training.schedules import SCHEDULES, Schedule, compute_power
 
 _BLOCK = 1 << 17  # numbers that a CPU takes through all operations while they are in its cache
 _LANES = 1 << 16  # part of the arithmetic: another number is another sum
 _MOST_TRUST = 1e6
+_GRADIENTS = frozenset(wire.dtype for wire in WIRE_TYPES.values())
 
 Slots: TypeAlias = tuple[Tensor, ...]
 
@@ -114,7 +115,7 @@ class Optimizer(ABC):
         A gradient in a shorter wire type is widened, which is exact. Raises :class:`LocalError` if the new state would
         not be finite.
         """
-        if gradient.shape != state.parameters.shape or gradient.dtype not in WIRE_TYPES.values():
+        if gradient.shape != state.parameters.shape or gradient.dtype not in _GRADIENTS:
             got = f"shape {tuple(gradient.shape)} of {gradient.dtype}"
             raise ValueError(f"gradient: expected {len(state.parameters)} numbers in a wire type, got {got}")
         if len(state.slots) != len(self.slot_names):

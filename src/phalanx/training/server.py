@@ -17,7 +17,8 @@ from phalanx.baselines.aggregators import Baseline
 from phalanx.core.config import Config
 from phalanx.core.crypto import Signer, compute_digest
 from phalanx.core.membership import Duties, compute_batch_seed, make_genesis
-from phalanx.core.verification import WIRE_TYPES, prepare_gradient
+from phalanx.core.verification import prepare_gradient
+from phalanx.core.wire import WIRE_TYPES
 from phalanx.training.checkpoints import Checkpoint
 from phalanx.training.machine import Trainer, Workshop
 from phalanx.training.recorder import Recorder
@@ -65,7 +66,7 @@ class ServerRun:
 
     def _take_step(self) -> None:
         view, config = self._view, self._config
-        rows, losses = [], []
+        wire, rows, losses = WIRE_TYPES[config.wire], [], []
         for key in view.roster:
             seed = compute_batch_seed(config, view.randomness, view.step, key)
             state = self._trainer.digests[view.step]
@@ -78,7 +79,7 @@ class ServerRun:
                 for attack in list_parts(self._attackers[key]):
                     if attack.is_active(insider):
                         gradient = attack.on_gradient(insider, view.step, seed, gradient)
-            rows.append(prepare_gradient(gradient, config.cap, WIRE_TYPES[config.wire]).float())
+            rows.append(wire.round(prepare_gradient(gradient, config.cap, wire)).float())
         aggregate = self._combine(torch.stack(rows), config.byzantine)
         digest = self._trainer.apply(view.step, aggregate)
         self._recorder.add(

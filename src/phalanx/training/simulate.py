@@ -29,7 +29,7 @@ from phalanx.baselines.aggregators import BASELINES, get_baseline
 from phalanx.core.config import Config
 from phalanx.core.crypto import Signer
 from phalanx.core.errors import LocalError
-from phalanx.core.verification import WIRE_TYPES
+from phalanx.core.wire import WIRE_TYPES
 from phalanx.events import Event
 from phalanx.network.ideal import make_signers
 from phalanx.show.story import tell
@@ -301,7 +301,7 @@ def _make_run(
     seed, defense = manifest.run.seed, manifest.simulation.defense
     if defense == PHALANX:
         return SwarmRun(config, signers, verify, attackers, workshop, recorder, checkpoint, seed)
-    whole = config.size * WIRE_TYPES[config.wire].itemsize
+    whole = WIRE_TYPES[config.wire].count_bytes(config.size)
     sent = round(_count_allreduce(config)) if defense == "allreduce" else whole
     clip = manifest.clipping
     # A server clips whole gradients: with parts of equal scale they lie sqrt(n) times as far apart.
@@ -398,7 +398,7 @@ def _replace_delay(attack: Attack, delay: int) -> Attack:
 
 def _count_allreduce(config: Config) -> float:
     n = len(config.founders)
-    return 2 * (n - 1) / n * config.size * WIRE_TYPES[config.wire].itemsize
+    return 2 * (n - 1) / n * config.size * WIRE_TYPES[config.wire].number_bytes
 
 
 def _announce(manifest: Manifest, task: Task, config: Config) -> events.RunStarted:
@@ -428,5 +428,5 @@ def _announce(manifest: Manifest, task: Task, config: Config) -> events.RunStart
             "python": platform.python_version(),
             "platform": describe_platform(run.device),
         },
-        number_bytes=WIRE_TYPES[run.wire].itemsize,
+        number_bytes=WIRE_TYPES[run.wire].number_bytes,
     )

@@ -23,9 +23,9 @@ from phalanx.core.partition import compute_part_sizes
 from phalanx.core.peer import compute_case_digest
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
-    WIRE_TYPES,
     sum_bound,
 )
+from phalanx.core.wire import WIRE_TYPES
 from phalanx.simulation.checkers.base import Checker, Checkers, name
 
 

@@ -23,10 +23,10 @@ from phalanx.core.partition import compute_part_sizes, join_parts
 from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
-    WIRE_TYPES,
     read_aggregate,
     sum_bound,
 )
+from phalanx.core.wire import WIRE_TYPES, Wire
 from phalanx.simulation.checkers.base import Checker, Checkers, name
 from phalanx.simulation.checkers.punishment import _find_transcript
 from phalanx.simulation.machine import Bowl, compute_state_digest
@@ -108,14 +108,14 @@ class Aggregates(Checker):
     def _check_whole(self, peer: Peer, transcript: Transcript, after: View) -> bool:
         """The state after the step follows from the agreed aggregates; False if this peer cannot tell."""
         config, view = self.config, transcript.view
-        sizes, dtype = compute_part_sizes(config.size, len(view.roster)), WIRE_TYPES[config.wire]
+        sizes, wire = compute_part_sizes(config.size, len(view.roster)), WIRE_TYPES[config.wire]
         parts = []
         for part, (owner, size) in enumerate(zip(view.roster, sizes, strict=True)):
             letter, data = (transcript.aggregates or {}).get(owner), peer.aggregates.get((*_place(view), part))
             body = letter.body if letter is not None else None
             if data is None or not isinstance(body, m.Aggregate) or hash_part(data) != body.result:
                 return False
-            aggregate = read_aggregate(data, size, dtype, config.cap)
+            aggregate = read_aggregate(data, size, wire, config.cap)
             if aggregate is None:
                 return False
             parts.append(aggregate)
@@ -127,14 +127,14 @@ class Aggregates(Checker):
         if copy.apply(view.step, join_parts(parts).to(torch.float32)) != after.state:
             self.report(view.step, f"{name(peer.key)} goes on from a state that the agreed aggregates do not give")
         if (peer.key, view.step) not in self.punished:
-            self._check_sums(transcript, sizes, dtype)
+            self._check_sums(transcript, sizes, wire)
         return True
 
-    def _check_sums(self, transcript: Transcript, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    def _check_sums(self, transcript: Transcript, sizes: Sequence[int], wire: Wire) -> None:
         config, view = self.config, transcript.view
         bodies = [x.body for x in (transcript.reports or {}).values() if isinstance(x.body, m.Report) and x.body.norms]
         for part, size in enumerate(sizes):
-            eps = sum_bound(view.tau, len(bodies), size, dtype, config.cap)
+            eps = sum_bound(view.tau, len(bodies), size, wire, config.cap)
             for place in range(part, config.projections * len(sizes), len(sizes)):
                 total = sum(body.sums[place] for body in bodies)
                 if not abs(total) <= eps:

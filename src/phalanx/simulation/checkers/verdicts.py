@@ -24,14 +24,13 @@ from phalanx.core.partition import compute_part_sizes
 from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
-    WIRE_TYPES,
-    Piece,
     compute_report,
     prepare_gradient,
     projection_seeds,
     read_aggregate,
     read_part,
 )
+from phalanx.core.wire import WIRE_TYPES, Piece
 from phalanx.simulation.checkers.base import Checker, Checkers, name
 from phalanx.simulation.checkers.punishment import _find_transcript
 
@@ -85,12 +84,12 @@ class Justice(Checker):
             if view.step - 1 in steps and who in after.roster:
                 self._try_luck(view.step, who, 1 - steps[view.step - 1])
         self._check_shares(transcript)
-        count, dtype = len(view.roster), WIRE_TYPES[config.wire]
+        count, wire = len(view.roster), WIRE_TYPES[config.wire]
         sizes = compute_part_sizes(config.size, count)
         aggregates: list[torch.Tensor] = []
         for part, size in enumerate(sizes):
-            read = read_aggregate(peer.aggregates.get((view.step, view.attempt, part), b""), size, dtype, config.cap)
-            aggregates.append(torch.zeros(size, dtype=dtype) if read is None else read)
+            read = read_aggregate(peer.aggregates.get((view.step, view.attempt, part), b""), size, wire, config.cap)
+            aggregates.append(torch.zeros(size, dtype=wire.dtype) if read is None else read)
         duties, rows = compute_duties(config, view), {}
         self.covered = set()
         honest = sum(self.swarm.is_honest(who) for who in view.roster)
@@ -100,7 +99,7 @@ class Justice(Checker):
             true = compute_root([hash_part(part) for part in parts])
             if isinstance(commit, m.Commit) and commit.parts == true:
                 rows[who] = [
-                    read_part(data, size, dtype, config.cap)[0] for data, size in zip(parts, sizes, strict=True)
+                    read_part(data, size, wire, config.cap)[0] for data, size in zip(parts, sizes, strict=True)
                 ]
                 fine = self._check_report(transcript, after, who, rows[who], aggregates)
             else:
@@ -140,7 +139,8 @@ class Justice(Checker):
         seed = compute_batch_seed(self.config, view.randomness, view.step, who)
         gradient = self.swarm.get_machine(peer.key).compute_gradient(view.step, seed)
         assert gradient is not None
-        return cut(prepare_gradient(gradient, self.config.cap, WIRE_TYPES[self.config.wire]), len(view.roster))
+        wire = WIRE_TYPES[self.config.wire]
+        return cut(prepare_gradient(gradient, self.config.cap, wire), len(view.roster), wire)
 
     def _check_shares(self, transcript: Transcript) -> None:
         view = transcript.view
@@ -182,13 +182,13 @@ class Justice(Checker):
         self, view: View, after: View, rows: dict[bytes, list[torch.Tensor]], aggregates: list[torch.Tensor]
     ) -> None:
         """V2 and V3: how likely it is that this imbalance passed."""
-        config, dtype = self.config, WIRE_TYPES[self.config.wire]
+        config, wire = self.config, WIRE_TYPES[self.config.wire]
         for part, aggregate in enumerate(aggregates):
             differences = torch.stack([row[part].double() - aggregate.double() for row in rows.values()])
             norms = differences.norm(dim=1)
             clipped = differences * (view.tau / norms.clamp(min=view.tau))[:, None]
             off = float(clipped.sum(dim=0).norm())
-            rounding = torch.finfo(dtype).eps * 1.03 * config.cap + 1e-7 * math.sqrt(len(aggregate))
+            rounding = 2 * wire.roundoff * 1.03 * config.cap + 1e-7 * math.sqrt(len(aggregate))
             bound = len(rows) * (1e-6 * view.tau + rounding)
             who = view.roster[part]
             if who in after.roster and off > 2 * bound and part not in self.covered:
