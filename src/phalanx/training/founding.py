@@ -199,7 +199,7 @@ def compute_conformance(solo: Solo) -> str:
     """The digest of the state after one update with a known vector: equal wherever the arithmetic is."""
     vector = gaussian_vector(derive_seed(bytes(32), "conformance"), len(solo.start.parameters))
     vector = vector.to(solo.start.parameters.device)
-    state = State(vector.clone(), solo.start.slots)
+    state = State(vector, solo.start.slots)
     return compute_state_digest(solo.optimizer.update(state, vector, 0)).hex()
 
 
