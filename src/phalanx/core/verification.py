@@ -102,7 +102,7 @@ def encode_parts(parts: Sequence[Tensor]) -> list[Piece]:
 def decode_tensor(data: Piece, size: int, dtype: torch.dtype) -> Tensor | None:
     """The vector of ``size`` numbers, or None if the bytes are too many or too few for it.
 
-    It lies where a ``bytearray`` has it, if this machine holds numbers so; of ``bytes``, which stay as they are, it is
+    It lies where the bytes are, if this machine holds numbers so; of what nobody can write to, such as ``bytes``, it is
     a copy.
     """
     if len(data) != size * dtype.itemsize:
@@ -110,7 +110,7 @@ def decode_tensor(data: Piece, size: int, dtype: torch.dtype) -> Tensor | None:
     if size == 0:
         return torch.empty(0, dtype=dtype)
     numbers = np.frombuffer(data, _LITTLE[dtype])
-    vector = torch.from_numpy(numbers.astype(_NATIVE[dtype], copy=not isinstance(data, bytearray)))
+    vector = torch.from_numpy(numbers.astype(_NATIVE[dtype], copy=not numbers.flags.writeable))
     return vector.view(dtype) if dtype is torch.bfloat16 else vector
 
 
@@ -118,17 +118,18 @@ def prepare_gradient(vector: Tensor, cap: float, dtype: torch.dtype) -> Tensor:
     """The one form in which a gradient is committed to: finite, no longer than ``cap``, in the wire type.
 
     One that is not finite as float32 becomes zero: whoever validates gets the same, so an overflow is nobody's guilt.
-    Numbers beyond the type's range are brought to its edge. The norm is summed in one order on every CPU.
+    Numbers beyond the type's range are brought to its edge. The norm is summed in one order on every CPU. A vector that
+    is in this form already is returned itself.
     """
     values = vector.detach().cpu().float()
     if dtype is torch.float32 and _is_clearly_within(values, cap):
-        return values.clone().to(vector.device)
+        return values.to(vector.device)
     square = _square(values)
     if not math.isfinite(square):
         return torch.zeros(len(values), dtype=dtype, device=vector.device)
     norm = math.sqrt(square)
     if norm <= cap and dtype is torch.float32:
-        return values.clone().to(vector.device)
+        return values.to(vector.device)
     scale, largest = cap / norm if norm > cap else 1.0, torch.finfo(dtype).max
     out = torch.empty(len(values), dtype=dtype)
     for columns in _chunks(len(values)):
