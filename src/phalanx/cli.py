@@ -201,6 +201,14 @@ Peer = Annotated[list[str] | None, typer.Option("--peer", help="Address of someb
 Threads = Annotated[
     int | None, typer.Option(help="Of this peer's gradients, in a run with a tolerance. [default: the manifest's]")
 ]
+ShelfOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--shelf/--no-shelf",
+        help="Hold what past steps leave in files instead of memory. [default: for models from 64 MB]",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
@@ -288,6 +296,7 @@ def start(
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     threads: Threads = None,
+    shelf: ShelfOption = None,
     attack: Annotated[str | None, typer.Option(help="Cheat like this, for experiments.")] = None,
     start: Annotated[int | None, typer.Option(help="The step in which the attack begins.")] = None,
     every: Annotated[int, typer.Option(help="The attack acts in every so-many-th step.")] = 1,
@@ -315,6 +324,7 @@ def start(
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
             threads=threads,
+            shelf=shelf,
         )
     _say_outcome(outcome, as_json)
 
@@ -331,6 +341,7 @@ def join(
         str | None, typer.Option(help="The hash of the task's code, if it is not built in and you have read it.")
     ] = None,
     threads: Threads = None,
+    shelf: ShelfOption = None,
     run: Annotated[
         str | None, typer.Option(help="The run's name, if somebody you trust told you: any other is refused.")
     ] = None,
@@ -349,6 +360,7 @@ def join(
             trust_task=trust_task,
             run=run,
             threads=threads,
+            shelf=shelf,
             on_event=progress.on_event,
         )
     _say_outcome(outcome, as_json)

@@ -65,6 +65,7 @@ def run_start(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     threads: int | None = None,
+    shelf: bool | None = None,
 ) -> Outcome:
     """Found a run, or go on with it."""
     manifest = read_network_manifest(path)
@@ -80,6 +81,7 @@ def run_start(
     settings.on_event, settings.attack = on_event, attack
     settings.colluders = [parse_peer_id(text) for text in colluders]
     settings.evaluate_every, settings.checkpoint_every = evaluate_every, checkpoint_every
+    settings.shelf = shelf
     return _take_part(manifest, key_file, spec, settings, threads)
 
 
@@ -92,6 +94,7 @@ def run_join(
     trust_task: str | None = None,
     run: str | None = None,
     threads: int | None = None,
+    shelf: bool | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Outcome:
     """Join a run that somebody at ``address`` is in."""
@@ -108,7 +111,7 @@ def run_join(
     _describe(manifest, spec)
     door = Door(listen=door.listen, announce=door.announce, peers=(address, *door.peers))
     settings = _make_settings(folder, door, manifest, spec)
-    settings.on_event = on_event
+    settings.on_event, settings.shelf = on_event, shelf
     return _take_part(manifest, key_file, spec, settings, threads)
 
 

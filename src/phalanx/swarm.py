@@ -26,6 +26,7 @@ from phalanx.core.crypto import Identity
 from phalanx.core.errors import LocalError
 from phalanx.events import Event, LogFollower
 from phalanx.node import run_init
+from phalanx.training.allocation import trim_heaps
 from phalanx.training.manifest import read_network_manifest
 from phalanx.training.recorder import EVENTS
 from phalanx.training.simulate import Result, summarize
@@ -388,6 +389,7 @@ def run_swarm(
     chosen = {"byzantine": byzantine, "seed": seed, "threads": 1, **settings}
     chosen["gradient_time"] = chosen.get("gradient_time") or max(_CROWDED, peers)  # they share this machine's cores
     manifest = run_init(out / "run.toml", task, swarm.founders, chosen)
+    trim_heaps()  # this process holds no model from now on
     net = manifest.network
     patience = _PATIENCE + 20 * net.delta + 4 * (net.gradient_time + net.transfer_time)
     return swarm.sum_up(swarm.run(patience, should_stop))

@@ -21,12 +21,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import garbage
 import namespaces
 import pytest
 from namespaces import NotPermitted
 from relay import Counts, Network, Router
 
+import garbage
 from phalanx.core.crypto import Identity
 
 with warnings.catch_warnings():

@@ -13,9 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import task as SMALL  # noqa: N812
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+import phalanx.training.gradients as module
 from phalanx.core.errors import LocalError
 from phalanx.core.randomness import Stream, derive_seed
 from phalanx.training.gradients import Gradients, SeededDropout, describe_platform, draw_rows
@@ -545,3 +547,54 @@ def test_a_gpu_repeats_its_bits_and_is_close_to_a_cpu(name: str) -> None:
     assert is_same(there.compute(there.start, SEED), found)
     torch.testing.assert_close(found, here.compute(here.start, SEED), rtol=1e-3, atol=1e-5)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- Pieces laid in their places
+
+
+class _Odd(nn.Module):
+    """Tied, frozen, unused and sparse parameters, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 10, sparse=True)
+        self.first, self.second, self.unused = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(10), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(torch.arange(len(x)) % 3)
+        return self.first(self.second(x).relu() * self.frozen + rows).relu()
+
+
+def test_pieces_are_what_autograd_returns_at_once() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    gradients = Gradients(replace(SMALL, model=_Odd, loss=loss))
+    found = gradients.compute(gradients.start, bytes(32))
+    with gradients._prepare(gradients.start, bytes(32)):
+        pieces = torch.autograd.grad(gradients._compute_loss(bytes(32)), gradients._trained, allow_unused=True)
+    expected = [
+        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+        for p, g in zip(gradients._trained, pieces, strict=True)
+    ]
+    flat = torch.cat([piece.reshape(-1) for piece in expected])
+    assert torch.equal(found.view(torch.int32), flat.view(torch.int32))
+    assert all(p.grad is None for p in gradients._trained)
+
+
+def test_a_loss_that_uses_no_parameter_has_gradient_zero() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return torch.ones(3, requires_grad=True).sum()
+
+    gradients = Gradients(replace(SMALL, loss=loss))
+    assert torch.equal(gradients.compute(gradients.start, bytes(32)), torch.zeros(gradients.size))
+
+
+def test_a_large_model_gives_its_memory_back_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Gradients(SMALL).compute(Gradients(SMALL).start, bytes(32))
+    monkeypatch.setattr(module, "_LARGE", 1)
+    gradients = Gradients(SMALL)
+    for _ in range(2):
+        assert torch.equal(gradients.compute(gradients.start, bytes(32)), expected)

@@ -92,10 +92,14 @@ def check_commit(peer: Peer, transcript: Transcript, target: bytes, accusing: bo
     if root is None:
         return Verdict.NOT_RECEIVED, ()
     seed = compute_batch_seed(peer.config, view.randomness, view.step, target)
+    is_new = (view.step, seed) not in peer.gradients
     gradient = yield from compute_gradient(peer, view.step, seed)
     if gradient is None:
         return Verdict.NOT_RECEIVED, ()
     mine = cut(gradient, count, peer.wire)
+    if is_new and (view.step, seed) in peer.gradients:
+        peer.gradients[view.step, seed] = peer.put_away_vector(gradient)
+    del gradient
     parts: dict[int, Piece] = dict(enumerate(mine))
     if compute_root([hash_part(part) for part in mine]) != root:
         if peer.config.tolerance is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 from torch import Tensor
@@ -147,8 +147,16 @@ class HasState(Struct, frozen=True):
     digest: bytes
 
 
+class Readable(Protocol):
+    """Bytes, or what can be read like them piece by piece."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, piece: slice, /) -> bytes | bytearray | memoryview: ...
+
+
 class ReadState(Struct, frozen=True):
-    """The bytes of the state before ``step``, or None if they are no longer kept."""
+    """The bytes of the state before ``step``, as a :class:`Readable`, or None if they are no longer kept."""
 
     step: int
 
@@ -158,7 +166,7 @@ class AdoptState(Struct, frozen=True):
 
     step: int
     digest: bytes
-    data: bytes
+    data: bytes | bytearray
 
 
 class Keep(Struct, frozen=True):

@@ -73,15 +73,17 @@ class Notes(_Record, frozen=True):
     late: tuple[bytes, ...]
 
 
-def remember(peer: Peer) -> Memory:
-    """The memory of a peer that has just entered its view."""
+def remember(peer: Peer, *, aggregates: bool = True) -> Memory:
+    """The memory of a peer that has just entered its view; without aggregates, others have to be asked for them."""
     here = (peer.view.step, peer.view.attempt)
     past = {place: epoch for place, epoch in sorted(peer.transcripts.items()) if place < here}
     return Memory(
         view=encode_view(peer.view),
         epochs=tuple(take_down(peer, epoch) for epoch in past.values()),
         aggregates=tuple(
-            Aggregate(*place, bytes(data)) for place, data in sorted(peer.aggregates.items()) if place[:2] in past
+            Aggregate(*place, bytes(data))
+            for place, data in sorted(peer.aggregates.items())
+            if aggregates and place[:2] in past
         ),
         links=tuple(Link(encode_view(view), messages) for view, messages in peer.links),
     )

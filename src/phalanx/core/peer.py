@@ -31,7 +31,7 @@ from phalanx.core.messages import MAX_CHUNK, Phase, Signed
 from phalanx.core.partition import compute_part_sizes, join_parts
 from phalanx.core.slowpath import Resolution, is_valid_alarm
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
-from phalanx.core.wire import WIRE_TYPES, Piece
+from phalanx.core.wire import WIRE_TYPES, Piece, decode_tensor, view_bytes
 
 _PAST_HEIGHTS = 64
 _FUTURE_HEIGHTS = 4
@@ -96,6 +96,8 @@ class Peer:
         self.follow = follow
         self.join: Callable[[Peer], Story] | None = None
         """Takes part in a slow path that others opened, whatever this peer was waiting for."""
+        self.shelve: Callable[[Piece], Piece] | None = None
+        """Where models are large: puts long bytes away, to where they take no memory until somebody reads them."""
         self.paused = 0.0
         """Seconds spent in slow paths: no deadline runs meanwhile."""
         self.time = 0.0
@@ -369,7 +371,18 @@ class Peer:
             return
         held = self.parts.get(place)
         if held is None or not self.has_part(place):
-            self.parts[place] = (data, chunk.path)
+            self.parts[place] = (self.put_away(data), chunk.path)
+
+    def put_away(self, data: Piece) -> Piece:
+        """Bytes that will be read a few times at most: as they are, or from the shelf."""
+        return self.shelve(data) if self.shelve is not None else data
+
+    def put_away_vector(self, vector: Tensor) -> Tensor:
+        if self.shelve is None:
+            return vector
+        found = decode_tensor(self.shelve(view_bytes(vector)), vector.numel(), vector.dtype)
+        assert found is not None
+        return found
 
     def has_part(self, place: tuple[int, int, bytes, int]) -> bool:
         """Whether the bytes held are those that their owner committed to."""
@@ -428,7 +441,7 @@ class Peer:
             return
         data = self._assemble("aggregate", sender, chunk)
         if data is not None and (place not in self.aggregates or not self.has_aggregate(transcript, chunk.part)):
-            self.aggregates[place] = data
+            self.aggregates[place] = self.put_away(data)
 
     def has_aggregate(self, transcript: Transcript, part: int) -> bool:
         place = (transcript.view.step, transcript.view.attempt, part)
@@ -630,7 +643,7 @@ def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
         return
     data = yield ReadState(message.step)
     if data is not None and message.offset < len(data):
-        piece = data[message.offset : message.offset + MAX_CHUNK]
+        piece = bytes(data[message.offset : message.offset + MAX_CHUNK])
         yield Send(sender, m.StateChunk(message.step, len(data), message.offset, piece))
 
 

@@ -200,8 +200,10 @@ def prepare_parts(peer: Peer) -> Story:
     if view.attempt not in own.parts:
         seed = compute_batch_seed(peer.config, view.randomness, view.step, peer.key)
         gradient = yield from compute_gradient(peer, view.step, seed)
-        own.seed, own.tensors[view.attempt] = seed, split_parts(gradient, len(view.roster))
+        own.seed, parts = seed, split_parts(gradient, len(view.roster))
         peer.gradients.pop((view.step, seed), None)
+        del gradient
+        own.tensors[view.attempt] = [peer.put_away_vector(part) for part in parts]
         own.parts[view.attempt] = peer.wire.encode_parts(own.tensors[view.attempt])
         digests = [hash_part(part) for part in own.parts[view.attempt]]
         own.roots[view.attempt], own.paths[view.attempt] = compute_paths(digests)
@@ -267,9 +269,9 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         return m.Aggregate(None, missing, (), trials)
     place = (view.step, view.attempt, peer.index)
     if place not in peer.aggregates:
-        rows, _ = read_rows(peer)
-        result = yield ComputeAggregate(rows, view.tau)
-        peer.aggregates[place] = peer.wire.encode(result)
+        result = yield ComputeAggregate(read_rows(peer)[0], view.tau)
+        peer.aggregates[place] = peer.put_away(peer.wire.encode(result))
+        forget_rows(peer)
     data = peer.aggregates[place]
     yield from send_aggregate(peer.audience, *place, data)
     return m.Aggregate(hash_part(data), (), (), trials)
@@ -282,6 +284,12 @@ def read_rows(peer: Peer) -> tuple[torch.Tensor, list[bool]]:
         pieces = [peer.get_part((view.step, view.attempt, key, peer.index)) or b"" for key in contributors]
         peer.rows = read_stack(pieces, peer.sizes[peer.index], peer.wire, peer.config.cap)
     return peer.rows
+
+
+def forget_rows(peer: Peer) -> None:
+    """Where memory is what lacks, the parts are read again when they are needed."""
+    if peer.shelve is not None:
+        peer.rows = None
 
 
 def open_parts(peer: Peer, own: Own, requests: set[tuple[int, int]]) -> Story:
@@ -479,6 +487,7 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
     rows, validity = read_rows(peer)
     seeds = projection_seeds(transcript.randomness or b"", len(view.roster), config.projections)[peer.index]
     sums, norms = compute_column(rows, aggregate, seeds, view.tau)
+    forget_rows(peer)
     columns, distances = [tuple(column) for column in sums.T.tolist()], norms.tolist()
     size, count, found = peer.sizes[peer.index], len(view.roster), []
     for place, (key, valid) in enumerate(zip(peer.duties.contributors, validity, strict=True)):
@@ -746,7 +755,8 @@ def fetch_state(peer: Peer, server: bytes) -> Story:
     while peer.time < until:
         got = len(state.data)
         if state.size is not None and got >= state.size:
-            return bytes(state.data)
+            peer.state = None  # whoever takes the bytes holds them: nothing more may come
+            return state.data
         yield Send(server, m.PullState(state.step, got))
         end = min(until, peer.time + 2 * peer.config.delta)
         while peer.time < end and len(state.data) == got and state.size != got:

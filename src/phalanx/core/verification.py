@@ -63,16 +63,17 @@ def prepare_gradient(vector: Tensor, cap: float, wire: Wire) -> Tensor:
     One that is not finite as float32 becomes zero: whoever validates gets the same, so an overflow is nobody's guilt.
     Numbers beyond the type's range are brought to its edge. The norm is summed in one order on every CPU. (What rounds
     in blocks does so when the gradient has been cut and is encoded.)
+    A vector that is in this form already is returned itself.
     """
     values, dtype = vector.detach().cpu().float(), wire.dtype
     if dtype is torch.float32 and _is_clearly_within(values, cap):
-        return values.clone().to(vector.device)
+        return values.to(vector.device)
     square = _square(values)
     if not math.isfinite(square):
         return torch.zeros(len(values), dtype=dtype, device=vector.device)
     norm = math.sqrt(square)
     if norm <= cap and dtype is torch.float32:
-        return values.clone().to(vector.device)
+        return values.to(vector.device)
     scale, largest = cap / norm if norm > cap else 1.0, torch.finfo(dtype).max
     out = torch.empty(len(values), dtype=dtype)
     for columns in _chunks(len(values)):

@@ -57,7 +57,7 @@ def _get_numbers(t: Tensor) -> npt.NDArray[Any]:
 def decode_tensor(data: Piece, size: int, dtype: torch.dtype) -> Tensor | None:
     """The vector of ``size`` numbers, or None if the bytes are too many or too few for it.
 
-    It lies where a ``bytearray`` has it, if this machine holds numbers so; of ``bytes``, which stay as they are, it is
+    It lies where the bytes are, if this machine holds numbers so; of what nobody can write to, such as ``bytes``, it is
     a copy.
     """
     if len(data) != size * dtype.itemsize:
@@ -65,7 +65,7 @@ def decode_tensor(data: Piece, size: int, dtype: torch.dtype) -> Tensor | None:
     if size == 0:
         return torch.empty(0, dtype=dtype)
     numbers = np.frombuffer(data, _LITTLE[dtype])
-    vector = torch.from_numpy(numbers.astype(_NATIVE[dtype], copy=not isinstance(data, bytearray)))
+    vector = torch.from_numpy(numbers.astype(_NATIVE[dtype], copy=not numbers.flags.writeable))
     return vector.view(dtype) if dtype is torch.bfloat16 else vector
 
 

@@ -42,6 +42,7 @@ from phalanx.core.effects import (
     Keep,
     Leave,
     Note,
+    Readable,
     ReadState,
     Receive,
     Send,
@@ -104,9 +105,9 @@ class Machine(Protocol):
 
     def has_state(self, step: int, digest: bytes) -> bool: ...
 
-    def read_state(self, step: int) -> bytes | None: ...
+    def read_state(self, step: int) -> Readable | None: ...
 
-    def adopt_state(self, step: int, digest: bytes, data: bytes) -> bool: ...
+    def adopt_state(self, step: int, digest: bytes, data: bytes | bytearray) -> bool: ...
 
     def duration(self, effect: Effect | ComputeGradient) -> float:
         """How long this takes, in virtual seconds. Nothing of it shows before the time is over."""

@@ -76,7 +76,7 @@ class Bowl:
     def read_state(self, step: int) -> bytes | None:
         return encode_tensor(self.states[step]) if step in self.states else None
 
-    def adopt_state(self, step: int, digest: bytes, data: bytes) -> bool:
+    def adopt_state(self, step: int, digest: bytes, data: bytes | bytearray) -> bool:
         state = decode_tensor(data, self._size, torch.float32)
         if state is None or compute_state_digest(state) != digest:
             return False

@@ -26,7 +26,7 @@ from phalanx.training.manifest import (
     format_manifest,
 )
 from phalanx.training.optimizers import State, compute_state_digest, make_optimizer
-from phalanx.training.planning import CAP, make_clipping, make_settings, measure_scales
+from phalanx.training.planning import find_cap, make_clipping, make_settings, measure_scales
 from phalanx.training.solo import Solo
 from phalanx.training.task import Task
 from phalanx.training.tasks import load_task
@@ -114,7 +114,9 @@ def make_network_manifest(
             threads=torch.get_num_threads(),
             method=method or "none",
         ),
-        clipping=make_clipping(tau, peers, byzantine, validators, scale, clip if clip is not None else CAP * length),
+        clipping=make_clipping(
+            tau, peers, byzantine, validators, scale, clip if clip is not None else find_cap(length, wire)
+        ),
         optimizer=settings,
         network=NetworkSection(
             founders=list(founders),
@@ -199,7 +201,7 @@ def compute_conformance(solo: Solo) -> str:
     """The digest of the state after one update with a known vector: equal wherever the arithmetic is."""
     vector = gaussian_vector(derive_seed(bytes(32), "conformance"), len(solo.start.parameters))
     vector = vector.to(solo.start.parameters.device)
-    state = State(vector.clone(), solo.start.slots)
+    state = State(vector, solo.start.slots)
     return compute_state_digest(solo.optimizer.update(state, vector, 0)).hex()
 
 

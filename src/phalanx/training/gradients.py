@@ -34,8 +34,11 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
+from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
 from phalanx.core.randomness import Stream, derive_seed
+from phalanx.core.wire import view_bytes
+from phalanx.training.allocation import drop_values
 from phalanx.training.task import Batch, Task
 
 # Batch-norm statistics are estimated from so many batches, which everybody draws from this seed.
@@ -46,6 +49,9 @@ _WORD = 1 << 64
 _HALF_WORD = 1 << 32
 # What a dropped unit becomes under alpha dropout, negated: the lower end of SELU.
 _ALPHA = 1.7580993408473766
+
+# Models of so many parameters do not hold their memory between calls.
+_LARGE = 1 << 24
 
 # Generators and the choice of algorithms belong to the process: one computation at a time borrows them.
 _process = threading.Lock()
@@ -101,10 +107,27 @@ class Gradients:
             loss = self._compute_loss(seed, poisoned)
             if not loss.requires_grad:
                 return torch.zeros(self.size), float(loss)
-            found = torch.autograd.grad(loss, self._trained, allow_unused=True)
-            pieces = [torch.zeros_like(p) if g is None else g for p, g in zip(self._trained, found, strict=True)]
-            flat = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in pieces]).cpu()
-            return flat, float(loss.detach())
+            return self._collect_gradient(loss).cpu(), float(loss.detach())
+
+    def _collect_gradient(self, loss: Tensor) -> Tensor:
+        """The gradient, each tensor's piece laid in its place as soon as it is known: it is never held twice."""
+        flat = torch.zeros(self.size, device=self._device)
+        places = {id(p): piece for p, piece in zip(self._trained, torch.split(flat, list(self.sizes)), strict=True)}
+
+        def take(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None, "it has just been accumulated"
+            places[id(parameter)].copy_((gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1))
+
+        hooks = [p.register_post_accumulate_grad_hook(take) for p in self._trained]  # type: ignore[no-untyped-call]
+        try:
+            loss.backward(inputs=self._trained)  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter in self._trained:
+                parameter.grad = None
+        return flat
 
     def compute_loss(self, parameters: Tensor, seed: bytes) -> float:
         """The loss whose gradient :meth:`compute` returns: the same batch, the same masks."""
@@ -133,12 +156,12 @@ class Gradients:
 
         An honest peer whose gradients cannot be repeated would be banned: better to know before.
         """
-        first = self.compute(self.start, _PUBLIC_SEED)
+        first = _name(self.compute(self.start, _PUBLIC_SEED))
         self.compute(self.start, derive_seed(_PUBLIC_SEED, "something else"))
-        again = self.compute(self.start, _PUBLIC_SEED)
-        made_again = Gradients(self.task, self._seed, str(self._device)).start
-        for what, one, two in (("gradient", first, again), ("model that is made", self.start, made_again)):
-            if one.shape != two.shape or not torch.equal(one.view(torch.int32), two.view(torch.int32)):
+        again = _name(self.compute(self.start, _PUBLIC_SEED))
+        made_again = _name(Gradients(self.task, self._seed, str(self._device)).start)
+        for what, one, two in (("gradient", first, again), ("model that is made", _name(self.start), made_again)):
+            if one != two:
                 raise LocalError(
                     f"task {self.task.name!r}: the {what} is another one the second time; is there a random draw from "
                     f"elsewhere than PyTorch, or state outside of parameters and buffers?"
@@ -157,7 +180,11 @@ class Gradients:
                 if tensor is not None and value is not None:
                     tensor.data.copy_(value)
                 place[name] = tensor
-            yield
+            try:
+                yield
+            finally:
+                if self.size >= _LARGE:
+                    drop_values(self._flat)
 
     def _compute_loss(self, seed: bytes, poisoned: bool = False) -> Tensor:
         batch = self._make_batch(seed, poisoned)
@@ -405,6 +432,10 @@ def _remember(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor | None
             for name, t in tensors.items():
                 found.append((cast(dict[str, Any], place), name, t, None if t is None else t.detach().clone()))
     return found
+
+
+def _name(vector: Tensor) -> bytes:
+    return compute_digest("vector", view_bytes(vector))
 
 
 def _make_number(seed: bytes) -> int:

@@ -117,7 +117,7 @@ class Trainer:
     def read_state(self, step: int) -> bytes | None:
         return encode_state(self._workshop.get(self.digests[step])) if step in self.digests else None
 
-    def adopt_state(self, step: int, digest: bytes, data: bytes) -> bool:
+    def adopt_state(self, step: int, digest: bytes, data: bytes | bytearray) -> bool:
         start = self._workshop.start
         state = decode_state(data, len(start.parameters), len(start.slots), start.parameters.device)
         if state is None or compute_state_digest(state) != digest:

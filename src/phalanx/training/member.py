@@ -34,14 +34,16 @@ from phalanx.events import Event
 from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox
 from phalanx.network.transport import Limits, Transport
-from phalanx.training.allocation import keep_freed_memory
+from phalanx.training.allocation import keep_freed_memory, return_freed_memory
 from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint
 from phalanx.training.gradients import describe_platform
 from phalanx.training.manifest import NetworkManifest
 from phalanx.training.recorder import EVENTS, Recorder
+from phalanx.training.shelf import SHELVED_FROM, Shelf
 from phalanx.training.solo import Solo
 
 JOURNAL = "journal.bin"
+SHELF = "shelf"
 _INBOX = 1 << 27
 _GRADIENTS_QUEUED, _LEAST_QUEUE = 3, 1 << 24
 _KNOCK = 0.25  # seconds between two looks at who is there
@@ -78,6 +80,8 @@ class Settings:
     announce: Sequence[str] = ()
     peers: Sequence[str] = ()
     """Addresses of some who are in the run."""
+    shelf: bool | None = None
+    """Whether what past steps leave is held in files; None: if the model is large."""
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     attack: Attack | None = None
@@ -109,7 +113,6 @@ class Member:
         self._finished = self._banned = self._stopping = False
         self._say = settings.say
         self._sent, self._began = 0, time.monotonic()
-        keep_freed_memory()
         settings.out.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(settings.out / JOURNAL, config.run)
         self._recorder = self._make_recorder(evaluator)
@@ -126,10 +129,22 @@ class Member:
         for what, answerer in settings.answers.items():
             self._transport.answer(what, answerer)
         self._peer = self._make_peer()
+        self._shelf: Shelf | None = None
+        if settings.shelf if settings.shelf is not None else 4 * config.size >= SHELVED_FROM:
+            self._use_shelf()
+        else:
+            keep_freed_memory()
         self._view = self._peer.view
         self._driver = Driver(
             config.run, self._identity, solo, self._journal, self._transport, self._on_note, self._inbox
         )
+
+    def _use_shelf(self) -> None:
+        """From now on, what past steps leave is in files, and what is freed goes back to the system."""
+        return_freed_memory()
+        self._shelf = Shelf(self._settings.out / SHELF)
+        self._solo.use_shelf(self._shelf)
+        self._peer.shelve = self._shelf.put
 
     def run(self) -> Outcome:
         """Take part until the run ends or this peer has left."""
@@ -142,6 +157,8 @@ class Member:
             self._driver.run(self._make_story(together))
         finally:
             self._transport.close()
+            if self._shelf is not None:
+                self._shelf.close()
             self._recorder.close()
             self._journal.close()
         return self._sum_up()
@@ -188,6 +205,7 @@ class Member:
             on_event=settings.on_event,
             stop=lambda step: self._left,
             timed=True,
+            holds_state=False,
         )
         if not recorder.events:
             recorder.add(self._announce(evaluator))
@@ -374,7 +392,7 @@ class Member:
         if held is None or held[0] != view.state or peer.view != view:
             return
         commits = peer.transcript.phases.get(Phase.COMMIT)
-        memory = remember(peer)
+        memory = remember(peer, aggregates=False)
         here = (Link(encode_view(view), tuple(letter.message for letter in commits.values())),) if commits else ()
         self._recorder.write_checkpoint(
             Checkpoint(

@@ -60,7 +60,25 @@ def encode_state(state: State) -> bytes:
     return b"".join(map(view_bytes, (state.parameters, *state.slots)))
 
 
-def decode_state(data: bytes, size: int, slots: int, device: torch.device | str = "cpu") -> State | None:
+class StateBytes:
+    """What :func:`encode_state` returns, read piece by piece: without a copy of the whole."""
+
+    def __init__(self, state: State) -> None:
+        self._views = [view_bytes(vector) for vector in (state.parameters, *state.slots)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._views))
+
+    def __getitem__(self, piece: slice) -> bytes:
+        start, stop, _ = piece.indices(len(self))
+        found = []
+        for view in self._views:
+            found.append(view[max(0, start) : max(0, stop)])
+            start, stop = start - len(view), stop - len(view)
+        return b"".join(found)
+
+
+def decode_state(data: bytes | bytearray, size: int, slots: int, device: torch.device | str = "cpu") -> State | None:
     """The state of ``size`` parameters, or None if the bytes are too many or too few, or hold what is not finite."""
     values = decode_tensor(data, size * (1 + slots), torch.float32)
     if values is None or not _is_finite(values):

@@ -17,9 +17,10 @@ from phalanx.training.manifest import ClippingSection
 from phalanx.training.optimizers import METHODS, make_optimizer
 from phalanx.training.task import Task
 
-CAP = 100.0
-"""No gradient may be longer than so many times the usual length."""
+_CAPS = {"float32": 100.0, "float16": 10.0}
+_TIGHT_CAP = 3.0
 _SAMPLES = 8  # gradients from which scales are measured
+_LARGE = 1 << 24  # parameters from which on so many gradients do not fit into memory
 _RANGE = 1e3  # by which an automatic tau may move from its start, up and down
 _RECIPE = ("steps", "tau", "optimizer")  # of a task's recipe; the rest are settings of the optimizer
 
@@ -44,19 +45,47 @@ def make_settings(
     return settings, chosen
 
 
+def find_cap(length: float, wire: str) -> float:
+    """How long a gradient may be, from its usual length; a longer one is scaled to it.
+
+    V2 forgives the rounding of the longest aggregate that there can be. The fewer bits a type has, the tighter this must
+    be, or nobody notices a wrong aggregate.
+    """
+    return length * _CAPS.get(wire, _TIGHT_CAP)
+
+
 def measure_scales(gradients: Gradients, peers: int, seed: int) -> tuple[float, float]:
     """How long gradients are before the first step, and how far their parts lie from their mean: public batches."""
     base = derive_seed(str(seed).encode(), "scales before a run")
     seeds = [derive_seed(base, "sample", place.to_bytes(8, "little")) for place in range(_SAMPLES)]
-    rows = torch.stack([gradients.compute(gradients.start, seed) for seed in seeds]).double()
     if gradients.size < peers:
         raise LocalError(f"task {gradients.task.name!r}: {gradients.size} parameters cannot be cut into {peers} parts")
-    parts = [[float(part.norm()) for part in split_parts(row, peers)] for row in rows - rows.mean(0)]
-    length = median(float(row.norm()) for row in rows)
+    if gradients.size >= _LARGE:
+        lengths, parts = _measure_large(gradients, peers, seeds)
+    else:
+        rows = torch.stack([gradients.compute(gradients.start, seed) for seed in seeds]).double()
+        parts = [[float(part.norm()) for part in split_parts(row, peers)] for row in rows - rows.mean(0)]
+        lengths = [float(row.norm()) for row in rows]
+    length = median(lengths)
     if not math.isfinite(length):
         raise LocalError(f"task {gradients.task.name!r}: the gradient at the initial parameters is not finite")
     scale = median(median(column) for column in zip(*parts, strict=True))
     return length or 1.0, scale or 1.0
+
+
+def _measure_large(gradients: Gradients, peers: int, seeds: list[bytes]) -> tuple[list[float], list[list[float]]]:
+    """The length of each gradient, and of the parts of what it differs by from their mean: each is computed twice, so
+    that no two are held."""
+    lengths, mean = [], torch.zeros(gradients.size)
+    for seed in seeds:
+        gradient = gradients.compute(gradients.start, seed)
+        lengths.append(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)))
+        mean += gradient.div_(len(seeds))
+    parts = []
+    for seed in seeds:
+        rest = split_parts(gradients.compute(gradients.start, seed).sub_(mean), peers)
+        parts.append([float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in rest])
+    return lengths, parts
 
 
 def make_clipping(

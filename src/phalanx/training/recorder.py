@@ -39,7 +39,9 @@ class Recorder:
         on_event: Callable[[Event], None] | None = None,
         stop: Callable[[int], bool] | None = None,
         timed: bool = False,
+        holds_state: bool = True,
     ) -> None:
+        self._holds_state = holds_state
         self._lock = _lock(out) if out is not None else None
         self.events: list[Event] = events.read_events(out / EVENTS) if out is not None and resume else []
         self.state: State | None = None
@@ -123,10 +125,12 @@ class Recorder:
             self.add(events.RunFinished(checkpoint.step, measured[-1] if measured else None, digest))
 
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
-        step, self.state = checkpoint.step, checkpoint.states[checkpoint.step]
-        digest = compute_state_digest(self.state).hex()
+        step, state = checkpoint.step, checkpoint.states[checkpoint.step]
+        if self._holds_state:
+            self.state = state
+        digest = compute_state_digest(state).hex()
         if self._out is not None:
-            model = self._gradients.make_state_dict(self.state.parameters)
+            model = self._gradients.make_state_dict(state.parameters)
             folder = write_checkpoint(self._out, checkpoint, model)
             self.add(events.CheckpointWritten(step, folder.relative_to(self._out).as_posix(), digest))
         if step >= self._steps:

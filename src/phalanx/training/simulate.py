@@ -46,7 +46,7 @@ from phalanx.training.manifest import (
     read_manifest,
 )
 from phalanx.training.optimizers import make_optimizer
-from phalanx.training.planning import CAP, make_clipping, make_settings, measure_scales
+from phalanx.training.planning import find_cap, make_clipping, make_settings, measure_scales
 from phalanx.training.recorder import EVENTS, TRANSCRIPT, Recorder
 from phalanx.training.server import ServerRun
 from phalanx.training.swarm import SwarmRun
@@ -173,7 +173,9 @@ def simulate(
             threads=torch.get_num_threads(),
             method=method or "none",
         ),
-        clipping=make_clipping(tau, peers, byzantine, validators, scale, clip if clip is not None else CAP * length),
+        clipping=make_clipping(
+            tau, peers, byzantine, validators, scale, clip if clip is not None else find_cap(length, wire)
+        ),
         optimizer=settings,
         simulation=SimulationSection(
             defense=defense,

@@ -13,7 +13,8 @@ from phalanx.core.config import KEPT_STEPS
 from phalanx.core.effects import ComputeGradient, Effect
 from phalanx.core.verification import Projections, compute_report
 from phalanx.training.gradients import Gradients
-from phalanx.training.optimizers import Optimizer, State, compute_state_digest, decode_state, encode_state
+from phalanx.training.optimizers import Optimizer, State, StateBytes, compute_state_digest, decode_state
+from phalanx.training.shelf import Shelf
 
 
 class Solo:
@@ -22,6 +23,7 @@ class Solo:
     def __init__(self, gradients: Gradients, optimizer: Optimizer, history: int = 0) -> None:
         self._gradients, self.optimizer, self._history = gradients, optimizer, history
         self.start = optimizer.init(gradients.start)
+        gradients.start = self.start.parameters  # the same numbers, held once
         self.start_digest = compute_state_digest(self.start)
         self.states: dict[int, tuple[bytes, State]] = {0: (self.start_digest, self.start)}
         """Before each of the last steps, with its digest."""
@@ -30,6 +32,23 @@ class Solo:
         self._past: dict[int, Tensor] = {}
         """The parameters before the last ``history`` steps: what the attack ``delayed`` wants."""
         self._busy = Lock()  # a model computes one gradient at a time
+        self._shelf: Shelf | None = None
+        self._shelved: set[int] = set()
+        """Which of the states are in files."""
+
+    def use_shelf(self, shelf: Shelf) -> None:
+        """From now on, states before the current step are in files: what undoing, checking and joining need."""
+        self._shelf = shelf
+        start = self._put_away(self.start)
+        for step in [step for step, held in self.states.items() if held[1] is self.start]:
+            self.states[step] = self.start_digest, start
+            self._shelved.add(step)
+        self.start = start
+        self._gradients.start = start.parameters
+
+    def _put_away(self, state: State) -> State:
+        assert self._shelf is not None
+        return State(self._shelf.put_tensor(state.parameters), tuple(map(self._shelf.put_tensor, state.slots)))
 
     def compute_gradient(self, step: int, seed: bytes) -> Tensor | None:
         work = self.prepare_gradient(step, seed)
@@ -63,10 +82,15 @@ class Solo:
         return compute_report(parts, aggregates, seeds, tau)
 
     def apply(self, step: int, aggregate: Tensor) -> bytes:
-        _, before = self.states[step]
+        name, before = self.states[step]
+        self.states.pop(step + 1, None)
         after = self.optimizer.update(before, aggregate, step)
+        if self._shelf is not None and step not in self._shelved:
+            self.states[step] = name, before = name, self._put_away(before)
+            self._shelved.add(step)
         digest = compute_state_digest(after)
         self.states[step + 1] = digest, after
+        self._shelved.discard(step + 1)
         if self._history:
             self._past[step] = before.parameters
             self._past.pop(step - self._history - 1, None)
@@ -80,16 +104,17 @@ class Solo:
     def has_state(self, step: int, digest: bytes) -> bool:
         return step in self.states and self.states[step][0] == digest
 
-    def read_state(self, step: int) -> bytes | None:
+    def read_state(self, step: int) -> StateBytes | None:
         held = self.states.get(step)
-        return encode_state(held[1]) if held is not None else None
+        return StateBytes(held[1]) if held is not None else None
 
-    def adopt_state(self, step: int, digest: bytes, data: bytes) -> bool:
+    def adopt_state(self, step: int, digest: bytes, data: bytes | bytearray) -> bool:
         start = self.start
         state = decode_state(data, len(start.parameters), len(start.slots), start.parameters.device)
         if state is None or compute_state_digest(state) != digest:
             return False
         self.states = {step: (digest, state)}
+        self._shelved.clear()
         return True
 
     def duration(self, effect: Effect | ComputeGradient) -> float:
@@ -97,6 +122,7 @@ class Solo:
 
     def _forget(self, oldest: int) -> None:
         self.states = {step: held for step, held in self.states.items() if step >= oldest}
+        self._shelved &= self.states.keys()
         self.losses = {place: loss for place, loss in self.losses.items() if place[0] >= oldest}
 
     # ---- What only attackers ask for
