@@ -93,6 +93,7 @@ def make_network_manifest(
         raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (--clip)")
     solo = Solo(gradients, make_optimizer(settings, steps, gradients.sizes))
     bytes_moved = 2 * WIRE_TYPES.get(wire, WIRE_TYPES["float32"]).count_bytes(gradients.size)
+    cap = clip if clip is not None else find_cap(length, wire)
     manifest = NetworkManifest(
         version=VERSION,
         task=TaskSection(
@@ -114,9 +115,7 @@ def make_network_manifest(
             threads=torch.get_num_threads(),
             method=method or "none",
         ),
-        clipping=make_clipping(
-            tau, peers, byzantine, validators, scale, clip if clip is not None else find_cap(length, wire)
-        ),
+        clipping=make_clipping(tau, peers, byzantine, validators, scale, cap),
         optimizer=settings,
         network=NetworkSection(
             founders=list(founders),

@@ -48,8 +48,8 @@ def make_settings(
 def find_cap(length: float, wire: str) -> float:
     """How long a gradient may be, from its usual length; a longer one is scaled to it.
 
-    V2 forgives the rounding of the longest aggregate that there can be. The fewer bits a type has, the tighter this must
-    be, or nobody notices a wrong aggregate.
+    V2 forgives the rounding of the longest aggregate that there can be. The fewer bits a type has, the tighter this
+    must be, or nobody notices a wrong aggregate.
     """
     return length * _CAPS.get(wire, _TIGHT_CAP)
 

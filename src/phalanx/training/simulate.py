@@ -154,6 +154,7 @@ def simulate(
     length, scale = measure_scales(gradients, peers, seed)
     if method == "btard-clipped-sgd" and clip is None:
         raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (clip, --clip)")
+    cap = clip if clip is not None else find_cap(length, wire)
     manifest = Manifest(
         version=VERSION,
         task=TaskSection(
@@ -173,9 +174,7 @@ def simulate(
             threads=torch.get_num_threads(),
             method=method or "none",
         ),
-        clipping=make_clipping(
-            tau, peers, byzantine, validators, scale, clip if clip is not None else find_cap(length, wire)
-        ),
+        clipping=make_clipping(tau, peers, byzantine, validators, scale, cap),
         optimizer=settings,
         simulation=SimulationSection(
             defense=defense,
