@@ -270,5 +270,5 @@ def test_files_of_tensors_are_what_the_library_reads(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_format_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SafetensorError, match="x is torch.complex128"):
+    with pytest.raises(SafetensorError, match=r"x is torch\.complex128"):
         save_tensors({"x": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "x.safetensors")
