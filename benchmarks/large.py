@@ -183,11 +183,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--limit", type=float, default=20.0, help="GB of RSS")
     parser.add_argument("--out", type=Path, help="a new folder to keep; otherwise one that is removed at the end")
+    parser.add_argument("--shelf", action=argparse.BooleanOptionalAction, help="files for past steps: as phalanx start")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     folder = chosen.out or Path(tempfile.mkdtemp(prefix="phalanx-large-")) / "run"
     try:
-        found = measure(chosen.parameters, chosen.peers, chosen.steps, folder)
+        found = measure(chosen.parameters, chosen.peers, chosen.steps, folder, chosen.shelf)
     finally:
         if chosen.out is None:
             shutil.rmtree(folder.parent, ignore_errors=True)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from small import task
 from torch import Tensor
 
@@ -258,6 +258,7 @@ def test_files_of_tensors_are_what_the_library_reads(tmp_path: Path) -> None:
         "number": torch.tensor(3.5),
         "empty": torch.empty(0, 4),
         "turned": torch.randn(3, 5).t(),
+        "complex": torch.randn(3, dtype=torch.complex64),
     }
     save_tensors(tensors, tmp_path / "x.safetensors", {"step": "3"})
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
@@ -266,3 +267,8 @@ def test_files_of_tensors_are_what_the_library_reads(tmp_path: Path) -> None:
         for name, value in tensors.items():
             assert torch.equal(file.get_tensor(name), value)
             assert file.get_tensor(name).dtype == value.dtype
+
+
+def test_a_tensor_that_the_format_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SafetensorError, match=r"x is torch\.complex128"):
+        save_tensors({"x": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "x.safetensors")

@@ -402,7 +402,7 @@ def test_a_spoilt_checkpoint(tmp_path: Path, file: str) -> None:
 
 def test_a_full_disk_at_checkpoint_time_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, written = tmp_path / "run", 0
-    save = checkpoints.save_file
+    save = checkpoints.save_tensors
 
     def fill_up(*arguments: Any, **options: Any) -> None:
         nonlocal written
@@ -411,7 +411,7 @@ def test_a_full_disk_at_checkpoint_time_loses_nothing(tmp_path: Path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*arguments, **options)
 
-    monkeypatch.setattr(checkpoints, "save_file", fill_up)
+    monkeypatch.setattr(checkpoints, "save_tensors", fill_up)
     with pytest.raises(WriteFailed, match="the checkpoint could not be written: No space left on device"):
         simulate(task, **ATTACKED, out=run, checkpoint_every=5)
     monkeypatch.undo()

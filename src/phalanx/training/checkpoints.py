@@ -42,8 +42,14 @@ _FORMATS = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 
 
@@ -136,6 +142,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     order, end = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0
     for name in order:
         t = tensors[name]
+        if t.dtype not in _FORMATS:
+            raise SafetensorError(f"{name} is {t.dtype}, which the format does not know")
         begin, end = end, end + t.numel() * t.itemsize
         header[name] = {"dtype": _FORMATS[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
     text = msgspec.json.encode(header)
