@@ -134,7 +134,7 @@ def test_a_swarm_with_shelves_does_the_same(shelf: Shelf, monkeypatch: pytest.Mo
 
     def make_shelved(*arguments: Any) -> Peer:
         peer = make_peer(*arguments)
-        peer.shelve = shelf.put
+        peer.store = shelf.put
         return peer
 
     monkeypatch.setattr(swarm, "make_peer", make_shelved)
@@ -144,7 +144,7 @@ def test_a_swarm_with_shelves_does_the_same(shelf: Shelf, monkeypatch: pytest.Mo
 def test_a_shelved_part_is_served_until_it_is_forgotten(shelf: Shelf) -> None:
     view = make_genesis(CONFIG)
     peer = Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view)
-    peer.shelve = shelf.put
+    peer.store = shelf.put
     parts = split_parts(torch.linspace(-1, 1, CONFIG.size), 4)
     own = peer.own[0] = Own(tensors={0: [peer.put_away_vector(part) for part in parts]})
     own.parts[0] = WIRE_TYPES["float32"].encode_parts(own.tensors[0])
@@ -168,7 +168,7 @@ def test_a_shelved_part_is_served_until_it_is_forgotten(shelf: Shelf) -> None:
 def test_what_comes_in_chunks_goes_to_the_shelf(shelf: Shelf) -> None:
     view = make_genesis(CONFIG)
     peer = Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view)
-    peer.shelve = shelf.put
+    peer.store = shelf.put
     size = 4 * compute_part_sizes(CONFIG.size, 4)[1]
     data = bytes(range(256)) * (size // 256)
     for at in range(0, size, MAX_CHUNK):

@@ -96,7 +96,7 @@ class Peer:
         self.follow = follow
         self.join: Callable[[Peer], Story] | None = None
         """Takes part in a slow path that others opened, whatever this peer was waiting for."""
-        self.shelve: Callable[[Piece], Piece] | None = None
+        self.store: Callable[[Piece], Piece] | None = None
         """Where models are large: puts long bytes away, to where they take no memory until somebody reads them."""
         self.paused = 0.0
         """Seconds spent in slow paths: no deadline runs meanwhile."""
@@ -375,12 +375,12 @@ class Peer:
 
     def put_away(self, data: Piece) -> Piece:
         """Bytes that will be read a few times at most: as they are, or from the shelf."""
-        return self.shelve(data) if self.shelve is not None else data
+        return self.store(data) if self.store is not None else data
 
     def put_away_vector(self, vector: Tensor) -> Tensor:
-        if self.shelve is None:
+        if self.store is None:
             return vector
-        found = decode_tensor(self.shelve(view_bytes(vector)), vector.numel(), vector.dtype)
+        found = decode_tensor(self.store(view_bytes(vector)), vector.numel(), vector.dtype)
         assert found is not None
         return found
 

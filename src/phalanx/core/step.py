@@ -288,7 +288,7 @@ def read_rows(peer: Peer) -> tuple[torch.Tensor, list[bool]]:
 
 def forget_rows(peer: Peer) -> None:
     """Where memory is what lacks, the parts are read again when they are needed."""
-    if peer.shelve is not None:
+    if peer.store is not None:
         peer.rows = None
 
 

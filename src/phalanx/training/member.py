@@ -144,7 +144,7 @@ class Member:
         return_freed_memory()
         self._shelf = Shelf(self._settings.out / SHELF)
         self._solo.use_shelf(self._shelf)
-        self._peer.shelve = self._shelf.put
+        self._peer.store = self._shelf.put
 
     def run(self) -> Outcome:
         """Take part until the run ends or this peer has left."""
