@@ -266,7 +266,7 @@ DEAD = f"/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID}"
         ("nonsense", "peer.key", ("'nonsense'", "expected")),
         (DEAD[:-1], "peer.key", (PEER_ID[:-1], "expected")),
         (DEAD.replace("127", "999"), "peer.key", ("999.0.0.1", "expected")),
-        (DEAD, "peer.key", (PEER_ID[-6:], "refused")),
+        (DEAD, "peer.key", (PEER_ID[-6:], "cannot be reached")),
     ],
     ids=["no key", "key is a folder", "no address", "no peer id", "no host", "nobody there"],
 )

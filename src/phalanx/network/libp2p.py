@@ -230,7 +230,7 @@ class Daemon:
         try:
             return await self._exchange(request, timeout + 1)
         except Unreachable as error:
-            raise Unreachable(f"peer {name_peer(key)}: {error}") from None
+            raise Unreachable(f"peer {name_peer(key)} cannot be reached: {error}") from None
 
     async def _exchange(self, request: Any, timeout: float) -> tuple[socket.socket, Any]:
         """Ask the daemon for something; the reply, and the connection on which it came."""
@@ -244,7 +244,7 @@ class Daemon:
                 await loop.sock_sendall(connection, _pack(request))
                 reply = await _read_message(connection, self._schema.Response)
             if reply.type != self._schema.Response.OK:
-                raise Unreachable(_shorten(reply.error.msg))
+                raise Unreachable(_shorten(" ".join(reply.error.msg.split())))
             return connection, reply
         except TimeoutError:
             connection.close()
