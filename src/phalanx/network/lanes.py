@@ -272,35 +272,53 @@ class Outbox:
     async def _use(self, stream: socket.socket) -> None:
         """Write to a stream until it breaks, or until everything is sent and we are ending."""
         loop = asyncio.get_running_loop()
-        with stream:
-            while await self._has_more():
-                parcel = self._queue[0]
-                self._is_first_begun = True
-                try:
-                    for piece in parcel.pieces:
-                        await loop.sock_sendall(stream, piece)
-                finally:
-                    self._is_first_begun = False
-                self._queue.popleft()
-                self._bytes -= parcel.size
-                self._sent(parcel)
-            await loop.sock_sendall(stream, _GOODBYE)
-            while await loop.sock_recv(stream, 1024):  # the receiver closes the stream once it has read everything
-                pass
+        ended = loop.create_task(_await_end(stream))
+        ended.add_done_callback(lambda _: self._filled.set())
+        try:
+            await self._write(stream, ended)
+        finally:
+            ended.cancel()
+            await asyncio.wait({ended})
+            stream.close()
 
-    async def _has_more(self) -> bool:
-        while not self._queue:
-            if self._ending:
-                return False
+    async def _write(self, stream: socket.socket, ended: asyncio.Task[None]) -> None:
+        loop = asyncio.get_running_loop()
+        while await self._has_more(ended):
+            parcel = self._queue[0]
+            self._is_first_begun = True
+            try:
+                for piece in parcel.pieces:
+                    await loop.sock_sendall(stream, piece)
+            finally:
+                self._is_first_begun = False
+            self._queue.popleft()
+            self._bytes -= parcel.size
+            self._sent(parcel)
+        if not ended.done():
+            await loop.sock_sendall(stream, _GOODBYE)
+            await asyncio.wait({ended})  # the receiver closes the stream once it has read everything
+
+    async def _has_more(self, ended: asyncio.Task[None] | None = None) -> bool:
+        """Wait for something to send; False if we are ending, or the stream has ended."""
+        while ended is None or not ended.done():
+            if self._queue or self._ending:
+                return bool(self._queue)
             self._filled.clear()
             await self._filled.wait()
-        return True
+        return False
 
     async def _rest(self, pause: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
                 await self._roused.wait()
         self._roused.clear()
+
+
+async def _await_end(stream: socket.socket) -> None:
+    """A receiver says nothing on a stream: what comes back is its end, and then nothing more should be sent on it."""
+    with contextlib.suppress(OSError):
+        while await asyncio.get_running_loop().sock_recv(stream, 1024):
+            pass
 
 
 # ---- Receiving
