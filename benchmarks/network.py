@@ -457,11 +457,10 @@ class WatchedMachine(Solo):
         self.story.mark(self.step, "clipped")
         return aggregate
 
-    def apply(self, step: int, aggregate: Tensor) -> bytes:
-        self.story.mark(step, "aggregates here")
-        digest = super().apply(step, aggregate)
+    def apply(self, step: int, aggregate: Tensor) -> None:
+        self.story.mark(step, "aggregates read")
+        super().apply(step, aggregate)
         self.story.mark(step, "applied")
-        return digest
 
 
 class WatchedJournal(Journal):

@@ -39,7 +39,8 @@ from phalanx.core.partition import compute_part_sizes
 from phalanx.core.peer import send_aggregate
 from phalanx.core.step import run_peer
 from phalanx.network.ideal import IdentityExaminer, make_signers
-from phalanx.network.simulated import USUAL, Links, World, name_kind
+from phalanx.network.simulated import USUAL, Links, World
+from phalanx.network.traffic import name_kind
 from phalanx.simulation.machine import Bowl, compute_state_digest, make_start
 
 WIDTH = 4

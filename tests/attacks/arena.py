@@ -14,8 +14,9 @@ from phalanx.core.events import Banned, Halted, Removed, RunFinished
 from phalanx.core.membership import View
 from phalanx.core.messages import Rule
 from phalanx.core.step import run_peer
+from phalanx.network.disk import Disk
 from phalanx.network.ideal import IdentityExaminer, make_signers
-from phalanx.network.simulated import Disk, Links, World
+from phalanx.network.simulated import Links, World
 from phalanx.simulation.machine import Bowl, compute_state_digest, make_start
 
 SIZE = 64

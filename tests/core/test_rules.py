@@ -595,8 +595,8 @@ def test_e4_bogus_proof_costs_the_accuser(wire: str) -> None:
 class Astray(Bowl):
     """A machine whose optimizer errs in one step."""
 
-    def apply(self, step: int, aggregate: Tensor) -> bytes:
-        return super().apply(step, aggregate * 1.5 if step == 1 else aggregate)
+    def apply(self, step: int, aggregate: Tensor) -> None:
+        super().apply(step, aggregate * 1.5 if step == 1 else aggregate)
 
 
 @over_all_wires

@@ -24,8 +24,8 @@ from phalanx.core.crypto import Identity
 from phalanx.core.effects import Sign
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.messages import Body, Commit, Endorsement, Join, Opening, Outcome, Phase, Seal, Signed, Timeout, Trial
+from phalanx.network import disk as disk_module
 from phalanx.network import journal as journal_module
-from phalanx.network import simulated
 from phalanx.network.ideal import make_signers
 from phalanx.network.journal import Journal
 
@@ -178,7 +178,7 @@ def test_the_file_is_nobody_elses(path: Path) -> None:
 
 
 def test_the_journal_is_bounded_as_a_simulated_disk_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (simulated, journal_module):
+    for module in (disk_module, journal_module):
         monkeypatch.setattr(module, "JOURNAL_HEIGHTS", 3)
         monkeypatch.setattr(module, "JOURNAL_VOTES", 2)
 
@@ -201,7 +201,7 @@ def test_the_journal_is_bounded_as_a_simulated_disk_is(path: Path, monkeypatch: 
 
 def test_tidying_keeps_all_that_counts_and_the_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_TIDY", 4000)
-    monkeypatch.setattr(simulated, "JOURNAL_HEIGHTS", 5)
+    monkeypatch.setattr(disk_module, "JOURNAL_HEIGHTS", 5)
     before = os.umask(0)
     try:
         with opened(path) as journal:

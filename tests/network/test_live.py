@@ -26,6 +26,7 @@ from phalanx.core.effects import (
     DrawSecret,
     Finished,
     Foresee,
+    HashState,
     HasState,
     Keep,
     Leave,
@@ -354,7 +355,8 @@ def test_a_gradient_of_a_state_that_is_not_here_is_none(stage: Stage) -> None:
 
 def test_other_computations_are_done_at_once(stage: Stage) -> None:
     def story() -> Story:
-        digest = yield Apply(0, torch.ones(4))
+        yield Apply(0, torch.ones(4))
+        digest = yield HashState(1)
         found = [(yield HasState(1, digest))]
         yield Undo(0)
         found.append((yield HasState(1, digest)))

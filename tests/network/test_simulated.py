@@ -25,6 +25,7 @@ from phalanx.core.effects import (
     DrawSecret,
     Effect,
     Finished,
+    HashState,
     HasState,
     Keep,
     Note,
@@ -53,9 +54,12 @@ from phalanx.core.messages import (
     StateChunk,
     Timeout,
 )
+from phalanx.network import disk as disk_module
 from phalanx.network import simulated
+from phalanx.network.disk import Disk
 from phalanx.network.ideal import make_signers
-from phalanx.network.simulated import USUAL, Count, Disk, Garbage, Links, Oversize, Skew, StoryFailed, World
+from phalanx.network.simulated import USUAL, Garbage, Links, Oversize, Skew, StoryFailed, World
+from phalanx.network.traffic import Count
 
 RUN, PREVIOUS = bytes(range(32)), bytes(range(32, 64))
 SIGNERS, VERIFY = make_signers(8, 0, ideal=True)
@@ -80,15 +84,17 @@ class Counter:
     def compute_report(self, parts: Any, aggregates: Any, seeds: Any, tau: float) -> Any:
         return ("report", len(parts), len(aggregates), len(seeds), tau)
 
-    def apply(self, step: int, aggregate: Tensor) -> bytes:
+    def apply(self, step: int, aggregate: Tensor) -> None:
         self.states[step + 1] = self.states[step] + float(aggregate.sum())
-        return bytes(31) + bytes([int(self.states[step + 1])])
+
+    def hash_state(self, step: int) -> bytes:
+        return bytes(31) + bytes([int(self.states[step])])
 
     def undo(self, step: int) -> None:
         del self.states[step + 1]
 
     def has_state(self, step: int, digest: bytes) -> bool:
-        return step in self.states and digest == bytes(31) + bytes([int(self.states[step])])
+        return step in self.states and digest == self.hash_state(step)
 
     def read_state(self, step: int) -> bytes | None:
         return str(self.states[step]).encode() if step in self.states else None
@@ -440,7 +446,8 @@ def test_each_effect_reaches_the_machine() -> None:
         gradient = finished.value
         aggregate = yield ComputeAggregate(torch.stack([gradient, gradient]), 1.0)
         report = yield ComputeReport((gradient,), (aggregate, None), ((b"z",),), 2.0)
-        digest = yield Apply(0, aggregate)
+        yield Apply(0, aggregate)
+        digest = yield HashState(1)
         has = (yield HasState(1, digest)), (yield HasState(1, bytes(32))), (yield HasState(2, digest))
         after = yield ReadState(1)
         undone = yield Undo(0)
@@ -454,7 +461,7 @@ def test_each_effect_reaches_the_machine() -> None:
     world.run()
     has = (True, False, False)
     assert world.results[ALICE] == (("report", 1, 2, 1, 2.0), 16, has, b"16.0", None, None, True, b"7.0")
-    assert world.now == 6.0  # twelve effects
+    assert world.now == 6.5  # thirteen effects
 
 
 def test_messages_wait_while_a_peer_computes() -> None:
@@ -679,7 +686,7 @@ def test_other_bodies_are_not_journalled() -> None:
 
 
 def test_the_journal_is_bounded_and_signs_nothing_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated, "JOURNAL_HEIGHTS", 3)
+    monkeypatch.setattr(disk_module, "JOURNAL_HEIGHTS", 3)
 
     def story() -> Story:
         for height in (0, 1, 2, 4, 5):
@@ -733,7 +740,7 @@ def test_there_is_one_vote_in_each_ballot_also_after_a_crash() -> None:
 
 
 def test_the_votes_are_bounded_and_none_is_cast_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated, "JOURNAL_VOTES", 3)
+    monkeypatch.setattr(disk_module, "JOURNAL_VOTES", 3)
 
     def story() -> Story:
         for ballot in BALLOTS:

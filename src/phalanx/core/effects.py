@@ -125,7 +125,7 @@ class ComputeReport(Struct, frozen=True):
 
 
 class Apply(Struct, frozen=True):
-    """Update the state before ``step`` with the aggregate; the result is the digest of the state after it.
+    """Update the state before ``step`` with the aggregate.
 
     The state before stays; applying another aggregate for the same step replaces the update.
     """
@@ -136,6 +136,12 @@ class Apply(Struct, frozen=True):
 
 class Undo(Struct, frozen=True):
     """Forget the update of ``step``."""
+
+    step: int
+
+
+class HashState(Struct, frozen=True):
+    """The digest of the state before ``step``, which is here."""
 
     step: int
 
@@ -193,6 +199,7 @@ Effect: TypeAlias = (
     | ComputeReport
     | Apply
     | Undo
+    | HashState
     | HasState
     | ReadState
     | AdoptState

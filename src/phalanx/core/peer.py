@@ -187,8 +187,8 @@ class Peer:
         """Whose messages are not even looked at: answering them would let a cheat spend our bandwidth."""
         self.answers.clear()
         self.rows = None
-        self.applied: bytes | None = None
-        """The digest of the state after this attempt, once its update was applied."""
+        self.applied = False
+        """Whether this attempt's update was."""
         self.ahead = {key: height for key, height in self.ahead.items() if key in view.roster}
         self.foremost = max(self.ahead.values(), default=-1)
         self.astray = False

@@ -40,6 +40,7 @@ from phalanx.core.effects import (
     DrawSecret,
     Effect,
     Foresee,
+    HashState,
     HasState,
     Keep,
     Note,
@@ -166,7 +167,8 @@ def run_attempt(peer: Peer) -> Story:
         return (yield from abort(peer, offenders))
 
     # CONFIRM: the new state, and what I hold against others.
-    state = yield from apply_update(peer)
+    yield from apply_update(peer)
+    state = (yield HashState(view.step + 1)) if peer.applied else bytes(32)
     accusations += check_reports(peer)
     yield from agree(peer, Phase.CONFIRM, make_confirm(peer, state, accusations))
     offenders = find_offenders(config, transcript, Phase.CONFIRM)
@@ -442,7 +444,7 @@ def is_lacking(transcript: Transcript) -> bool:
 
 def look_ahead(peer: Peer) -> Story:
     """If the step was taken, let the machine start on what the next one will ask of it."""
-    if peer.applied is not None:
+    if peer.applied:
         yield Foresee(lambda: find_next_gradients(peer))
 
 
@@ -464,14 +466,14 @@ def find_next_gradients(peer: Peer) -> list[ComputeGradient]:
 
 def apply_update(peer: Peer) -> Story:
     """Take the step, if all aggregates are here; it can be undone until it is final."""
-    if peer.applied is not None:
-        return peer.applied
+    if peer.applied:
+        return
     aggregates = read_aggregates(peer, peer.transcript)
     if any(aggregate is None for aggregate in aggregates):  # a follower may come too late; the state can be fetched
-        return bytes(32)
+        return
     whole = join_parts([aggregate for aggregate in aggregates if aggregate is not None])
-    peer.applied = yield Apply(peer.view.step, whole.to(torch.float32))
-    return peer.applied
+    yield Apply(peer.view.step, whole.to(torch.float32))
+    peer.applied = True
 
 
 def check_reports(peer: Peer) -> list[m.Accusation]:

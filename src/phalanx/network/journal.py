@@ -28,7 +28,7 @@ from phalanx.core.crypto import Signer, compute_digest
 from phalanx.core.effects import Sign
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.messages import Outcome, Signed
-from phalanx.network.simulated import JOURNAL_HEIGHTS, JOURNAL_VOTES, Disk
+from phalanx.network.disk import JOURNAL_HEIGHTS, JOURNAL_VOTES, Disk
 
 _LENGTH = 4
 _CHECK = 8

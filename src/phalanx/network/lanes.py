@@ -19,10 +19,10 @@ from typing import cast
 
 from phalanx.core.codec import encode
 from phalanx.core.errors import LocalError, Malformed
-from phalanx.core.messages import MAX_CHUNK, MAX_FRAME, AggregateChunk, Message, PartChunk, StateChunk
+from phalanx.core.messages import MAX_CHUNK, MAX_FRAME, Message
 from phalanx.network.addresses import name_peer
 from phalanx.network.libp2p import Unreachable
-from phalanx.network.simulated import name_kind
+from phalanx.network.traffic import CHUNKS, name_kind
 
 log = logging.getLogger("phalanx.network")
 
@@ -32,7 +32,6 @@ _GOODBYE = bytes(_HEADER)
 sends waits for who reads to close the stream."""
 _READ_AHEAD = 1 << 14
 _JOIN = 1 << 14  # bytes that are cheaper to copy behind their header than to send on their own
-_CHUNKS = (PartChunk, AggregateChunk, StateChunk)
 _BUCKETS = 4096
 _MIB = 1 << 20
 
@@ -194,8 +193,8 @@ class Parcel:
         self.pieces = (header + data,) if len(data) <= _JOIN else (header, data)
         self.size = _HEADER + len(data)
         self.kind = name_kind(message)
-        self.lane = Lane.BULK if isinstance(message, _CHUNKS) else Lane.SMALL
-        self.payload = len(message.data) if isinstance(message, _CHUNKS) else 0
+        self.lane = Lane.BULK if isinstance(message, CHUNKS) else Lane.SMALL
+        self.payload = len(message.data) if isinstance(message, CHUNKS) else 0
 
     @property
     def fits(self) -> bool:

@@ -37,11 +37,10 @@ from phalanx.core.effects import (
     Story,
     Undo,
 )
-from phalanx.core.messages import AggregateChunk, Message, PartChunk, StateChunk
+from phalanx.core.messages import Message
 from phalanx.network.journal import Journal
-from phalanx.network.simulated import _COMPUTATIONS, Machine
-
-CHUNKS = (PartChunk, AggregateChunk, StateChunk)
+from phalanx.network.machine import COMPUTATIONS, Machine
+from phalanx.network.traffic import CHUNKS
 
 _LONGEST_WAIT = 0.5
 """Seconds: a signal handler may wake the story in the very moment before it falls asleep, and would not be heard."""
@@ -148,7 +147,7 @@ class Driver:
             Keep: lambda effect: journal.keep(effect.view),
             Note: lambda effect: on_note(effect.event),
         }
-        self._performers |= {kind: partial(self._compute, compute) for kind, compute in _COMPUTATIONS.items()}
+        self._performers |= {kind: partial(self._compute, compute) for kind, compute in COMPUTATIONS.items()}
         self._foreseen: dict[tuple[int, bytes], Future[Tensor]] = {}
 
     def run(self, story: Story) -> Any:

@@ -14,60 +14,45 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from random import Random
 from struct import Struct
-from typing import Any, Protocol, TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from blake3 import blake3
 from torch import Tensor
 
 from phalanx.core.codec import FrameReader, decode_message, encode
-from phalanx.core.crypto import Domain, Signer, compute_digest
+from phalanx.core.crypto import Signer, compute_digest
 from phalanx.core.effects import (
-    AdoptState,
-    Apply,
     Begin,
     Broadcast,
-    ComputeAggregate,
     ComputeGradient,
-    ComputeReport,
     Delivery,
     DrawSecret,
     Effect,
     Finished,
     Foresee,
-    HasState,
     Keep,
     Leave,
     Note,
-    Readable,
-    ReadState,
     Receive,
     Send,
     Sign,
     Story,
-    Undo,
 )
-from phalanx.core.envelope import seal
-from phalanx.core.errors import LocalError, Malformed
+from phalanx.core.errors import Malformed
 from phalanx.core.messages import (
-    DOMAIN_OF_BODY,
     MAX_BODY,
     MAX_FRAME,
-    AggregateChunk,
     Message,
-    Outcome,
-    PartChunk,
-    Phase,
     Signed,
-    StateChunk,
 )
-from phalanx.core.randomness import derive_seed
+from phalanx.network.disk import Disk
+from phalanx.network.machine import COMPUTATIONS, Machine
+from phalanx.network.traffic import CHUNKS, Traffic, name_kind
 
-JOURNAL_HEIGHTS = 4096
-JOURNAL_VOTES = 4096
 USUAL = -1.0
 """What a route returns to leave a message to the links' usual delays."""
 
@@ -79,100 +64,6 @@ _pack_time = Struct("<d").pack
 
 
 # ---- What a peer is made of
-
-
-class Machine(Protocol):
-    """The arithmetic on a model's state. It is on the peer's disk: a crash leaves it as it is.
-
-    A machine that has something to lose in a crash has a method ``crash()`` as well.
-    """
-
-    def compute_gradient(self, step: int, seed: bytes) -> Tensor | None: ...
-
-    def compute_aggregate(self, rows: Tensor, tau: float) -> Tensor: ...
-
-    def compute_report(
-        self,
-        parts: tuple[Tensor, ...],
-        aggregates: tuple[Tensor | None, ...],
-        seeds: tuple[tuple[bytes, ...], ...],
-        tau: float,
-    ) -> Any: ...
-
-    def apply(self, step: int, aggregate: Tensor) -> bytes: ...
-
-    def undo(self, step: int) -> None: ...
-
-    def has_state(self, step: int, digest: bytes) -> bool: ...
-
-    def read_state(self, step: int) -> Readable | None: ...
-
-    def adopt_state(self, step: int, digest: bytes, data: bytes | bytearray) -> bool: ...
-
-    def duration(self, effect: Effect | ComputeGradient) -> float:
-        """How long this takes, in virtual seconds. Nothing of it shows before the time is over."""
-        ...
-
-
-_Ballot: TypeAlias = tuple[int, int, bool]
-"""Height, round and whether it is the second vote: in each a key votes once."""
-
-
-@dataclass(slots=True)
-class Disk:
-    """What survives a crash."""
-
-    secret: bytes
-    machine: Machine | None
-    journal: dict[int, Signed] = field(default_factory=dict)
-    """The agreed messages of the last heights."""
-    floor: int = 0
-    """Below this height the journal has been cut: nothing is signed there any more."""
-    votes: dict[_Ballot, Signed] = field(default_factory=dict)
-    """The last votes of the slow path."""
-    votes_cut: _Ballot = (-1, 0, False)
-    """The latest ballot whose vote has been cut: up to it no vote is cast any more."""
-    view: bytes | None = None
-
-    def sign(self, signer: Signer, run: bytes, effect: Sign) -> Signed:
-        """Carry out :class:`Sign`: never two agreed messages at one height, nor two votes in one ballot."""
-        if type(effect.body) is Outcome:
-            return self._vote(signer, run, effect, (effect.height, effect.body.round, effect.body.final))
-        journal, height = self.journal, effect.height
-        if DOMAIN_OF_BODY.get(type(effect.body)) is not Domain.AGREED:
-            return _seal(signer, run, effect)
-        if height in journal:
-            return journal[height]
-        if height < self.floor:
-            raise LocalError(f"height {height} is no longer in the journal: it may have been signed before")
-        journal[height] = message = _seal(signer, run, effect)
-        if len(journal) > JOURNAL_HEIGHTS:
-            oldest = next(iter(journal))
-            del journal[oldest]
-            self.floor = max(self.floor, oldest + 1)
-        return message
-
-    def _vote(self, signer: Signer, run: bytes, effect: Sign, ballot: _Ballot) -> Signed:
-        votes = self.votes
-        if ballot in votes:
-            return votes[ballot]
-        if ballot <= self.votes_cut:
-            raise LocalError(f"ballot {ballot} is no longer in the journal: the vote may have been cast before")
-        votes[ballot] = message = _seal(signer, run, effect)
-        if len(votes) > JOURNAL_VOTES:
-            oldest = next(iter(votes))
-            del votes[oldest]
-            self.votes_cut = max(self.votes_cut, oldest)
-        return message
-
-    def draw_secret(self, height: int) -> tuple[bytes, bytes]:
-        """A share of randomness and its salt."""
-        place = height.to_bytes(8, "little")
-        return derive_seed(self.secret, "share", place), derive_seed(self.secret, "salt", place)
-
-
-def _seal(signer: Signer, run: bytes, effect: Sign) -> Signed:
-    return seal(signer, run, effect.height, effect.step, effect.attempt, effect.phase, effect.previous, effect.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,51 +157,11 @@ class Links:
             raise ValueError(f"links: loss {self.loss} and duplicate {self.duplicate} are no odds")
 
 
-@dataclass(slots=True)
-class Count:
-    """Messages of one kind. Their frames took ``payload + rest`` bytes; the payload is the data in chunks."""
-
-    messages: int = 0
-    payload: int = 0
-    rest: int = 0
-
-
-class Traffic(dict[str, Count]):
-    """What peers sent, by kind: one for each receiver, whether or not it arrived. Repeats by the links do not count."""
-
-    def add(self, kind: str, messages: int, size: int, payload: int) -> None:
-        count = self.get(kind)
-        if count is None:
-            count = self[kind] = Count()
-        count.messages += messages
-        count.payload += messages * payload
-        count.rest += messages * (size - payload)
-
-    @property
-    def total(self) -> Count:
-        counts = self.values()
-        return Count(sum(c.messages for c in counts), sum(c.payload for c in counts), sum(c.rest for c in counts))
-
-
-_KIND_OF_PHASE = {phase: phase.name for phase in Phase}
-_KIND_OF_DOMAIN = {domain: domain.value for domain in Domain}
-_CHUNKS = (PartChunk, AggregateChunk, StateChunk)
-
-
-def name_kind(message: Message) -> str:
-    """The kind under which traffic counts a message: ``COMMIT``, ``timeout``, ``partchunk``."""
-    if type(message) is Signed:
-        if message.domain == Domain.AGREED:
-            return _KIND_OF_PHASE.get(message.phase, "agreed")
-        return _KIND_OF_DOMAIN.get(message.domain, "signed")
-    return type(message).__name__.lower()
-
-
 def _is_acceptable(message: Message) -> bool:
     """Whether a receiver would take it; of what travels in other messages only decoding shows that."""
     if type(message) is Signed:
         return len(message.body) <= MAX_BODY
-    if isinstance(message, _CHUNKS):
+    if isinstance(message, CHUNKS):
         return True
     try:
         decode_message(encode(message))
@@ -358,18 +209,6 @@ class StoryFailed(Exception):  # noqa: N818
 # behind them is ever compared.
 _DELIVER, _WAKE, _RESUME, _FINISH, _START, _CALL = range(6)
 _Entry: TypeAlias = tuple[float, int, int, Any, Any, Any]
-
-_COMPUTATIONS: dict[type, Callable[[Machine, Any], Any]] = {
-    ComputeAggregate: lambda machine, effect: machine.compute_aggregate(effect.rows, effect.tau),
-    ComputeReport: lambda machine, effect: machine.compute_report(
-        effect.parts, effect.aggregates, effect.seeds, effect.tau
-    ),
-    Apply: lambda machine, effect: machine.apply(effect.step, effect.aggregate),
-    Undo: lambda machine, effect: machine.undo(effect.step),
-    HasState: lambda machine, effect: machine.has_state(effect.step, effect.digest),
-    ReadState: lambda machine, effect: machine.read_state(effect.step),
-    AdoptState: lambda machine, effect: machine.adopt_state(effect.step, effect.digest, effect.data),
-}
 
 
 class World:
@@ -589,8 +428,8 @@ class World:
         assert story is not None
         local = peer.offset + peer.rate * self.now
         resume: Callable[[Any], Effect] = story.send
-        if type(value) in _COMPUTATIONS:
-            resume, value = self._perform(story, _COMPUTATIONS[type(value)], peer.disk.machine, value)
+        if type(value) in COMPUTATIONS:
+            resume, value = self._perform(story, COMPUTATIONS[type(value)], peer.disk.machine, value)
         for _ in range(_EFFECTS_AT_ONE_INSTANT):
             try:
                 effect = resume(value)
@@ -617,12 +456,12 @@ class World:
                 resume = story.send
             elif kind in performers:
                 resume, value = self._perform(story, performers[kind], peer, effect)
-            elif kind in _COMPUTATIONS:
+            elif kind in COMPUTATIONS:
                 duration = self._get_duration(peer, effect)
                 if duration > 0:
                     self._push(self.now + duration, _RESUME, peer, effect, None)
                     return
-                resume, value = self._perform(story, _COMPUTATIONS[kind], peer.disk.machine, effect)
+                resume, value = self._perform(story, COMPUTATIONS[kind], peer.disk.machine, effect)
             elif kind is Begin:
                 resume, value = story.send, self._start_work(peer, effect.work)  # type: ignore[union-attr]
             elif kind is Note:
@@ -751,7 +590,7 @@ class World:
             self._note(sender, Oversize(name_kind(message), len(encode(message))))
             return None
         if not self._measures:
-            data = message.body if type(message) is Signed else message.data if isinstance(message, _CHUNKS) else None
+            data = message.body if type(message) is Signed else message.data if isinstance(message, CHUNKS) else None
             if data is not None and len(data) < MAX_FRAME // 2:
                 return _Parcel(message, "", 0, b"", b"")
         data = encode(message)
@@ -760,7 +599,7 @@ class World:
             self._note(sender, Oversize(kind, len(data)))
             return None
         if self._count:
-            payload = len(message.data) if isinstance(message, _CHUNKS) else 0
+            payload = len(message.data) if isinstance(message, CHUNKS) else 0
             self.traffic.add(kind, receivers, size, payload)
         digest = blake3(data).digest() if self._trace else b""
         frame = len(data).to_bytes(_HEADER, "big") + data if self._wire else b""

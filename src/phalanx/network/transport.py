@@ -24,7 +24,7 @@ from phalanx.network.addresses import is_loopback, name_peer, parse_address
 from phalanx.network.contacts import Answerer, Contacts
 from phalanx.network.lanes import Circle, Complaints, FrameStream, Lane, Limits, Outbox, Parcel, Quota
 from phalanx.network.libp2p import Daemon, Tasks, Unreachable
-from phalanx.network.simulated import Count, Traffic
+from phalanx.network.traffic import Count, Traffic
 
 __all__ = ["Limits", "Quota", "Transport", "Unreachable"]
 

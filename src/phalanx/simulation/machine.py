@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from phalanx.core.clipping import centered_clip
 from phalanx.core.config import KEPT_STEPS
 from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import ComputeGradient, Effect
 from phalanx.core.randomness import gaussian_vector
-from phalanx.core.verification import Projections, compute_report
 from phalanx.core.wire import decode_tensor, encode_tensor
+from phalanx.network.machine import Machine
 
 _RATE = 0.25
 _NOISE = 0.3
@@ -28,7 +25,7 @@ def make_start(size: int) -> Tensor:
     return torch.linspace(-1, 1, size, dtype=torch.float32)
 
 
-class Bowl:
+class Bowl(Machine):
     """Gradients of ``|x|^2 / 2`` plus noise that the seed determines; plain gradient descent.
 
     ``rounding`` is the relative error that this platform makes and others do not (zero: all compute alike).
@@ -50,21 +47,14 @@ class Bowl:
             gradient = gradient * (1 + self._rounding * own)
         return gradient
 
-    def compute_aggregate(self, rows: Tensor, tau: float) -> Tensor:
-        return centered_clip(rows, tau).aggregate
-
-    def compute_report(
-        self, parts: tuple[Tensor, ...], aggregates: tuple[Tensor | None, ...], seeds: Any, tau: float
-    ) -> Projections:
-        return compute_report(parts, aggregates, seeds, tau)
-
-    def apply(self, step: int, aggregate: Tensor) -> bytes:
-        after = self.states[step] - _RATE * aggregate
-        self.states[step + 1] = after
+    def apply(self, step: int, aggregate: Tensor) -> None:
+        self.states[step + 1] = after = self.states[step] - _RATE * aggregate
         self.digests[step + 1] = compute_state_digest(after)
         for old in [old for old in self.states if old < step - KEPT_STEPS]:
             del self.states[old], self.digests[old]
-        return self.digests[step + 1]
+
+    def hash_state(self, step: int) -> bytes:
+        return self.digests[step]
 
     def undo(self, step: int) -> None:
         for later in [later for later in self.states if later > step]:

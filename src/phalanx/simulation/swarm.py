@@ -18,8 +18,9 @@ from phalanx.core.effects import Story
 from phalanx.core.events import AttemptStarted, RunFinished
 from phalanx.core.peer import Peer
 from phalanx.core.step import make_peer, run_made_peer
+from phalanx.network.disk import Disk
 from phalanx.network.ideal import IdentityExaminer, make_signers
-from phalanx.network.simulated import Disk, Links, Skew, StoryFailed, World
+from phalanx.network.simulated import Links, Skew, StoryFailed, World
 from phalanx.simulation.machine import Bowl, compute_state_digest, make_start
 
 SignHook: TypeAlias = Callable[[bytes, Domain, bytes], None]

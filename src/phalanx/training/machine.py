@@ -7,16 +7,14 @@ state and aggregate: each is computed once there, whoever asks, and states are h
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 from torch import Tensor
 
-from phalanx.core.clipping import centered_clip
 from phalanx.core.config import KEPT_STEPS
 from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import ComputeGradient, Effect
-from phalanx.core.verification import Projections, compute_report
 from phalanx.core.wire import view_bytes
+from phalanx.network.machine import Machine
 from phalanx.training.gradients import Gradients
 from phalanx.training.optimizers import Optimizer, State, compute_state_digest, decode_state, encode_state
 
@@ -82,7 +80,7 @@ class Workshop:
         self._updates = {asked: found for asked, found in self._updates.items() if asked[0] in needed}
 
 
-class Trainer:
+class Trainer(Machine):
     """One peer's machine: which state it is in before each of the last steps."""
 
     def __init__(self, workshop: Workshop, gradient_time: float = 0.0) -> None:
@@ -93,19 +91,13 @@ class Trainer:
         digest = self.digests.get(step)
         return self._workshop.compute(digest, seed)[0] if digest is not None else None
 
-    def compute_aggregate(self, rows: Tensor, tau: float) -> Tensor:
-        return centered_clip(rows, tau).aggregate
-
-    def compute_report(
-        self, parts: tuple[Tensor, ...], aggregates: tuple[Tensor | None, ...], seeds: Any, tau: float
-    ) -> Projections:
-        return compute_report(parts, aggregates, seeds, tau)
-
-    def apply(self, step: int, aggregate: Tensor) -> bytes:
+    def apply(self, step: int, aggregate: Tensor) -> None:
         self.digests[step + 1] = self._workshop.update(step, self.digests[step], aggregate)
         for old in [old for old in self.digests if old < step - KEPT_STEPS]:
             del self.digests[old]
-        return self.digests[step + 1]
+
+    def hash_state(self, step: int) -> bytes:
+        return self.digests[step]
 
     def undo(self, step: int) -> None:
         for later in [later for later in self.digests if later > step]:

@@ -257,7 +257,7 @@ class Member:
         peer = make_peer(self._config, self._key, Examiner(), checkpoint.memory.view)
         recall(peer, checkpoint.memory, checkpoint.notes.get(self._key))
         state = checkpoint.states[checkpoint.step]
-        self._solo.states = {checkpoint.step: (peer.view.state, state)}
+        self._solo.return_to(checkpoint.step, state, peer.view.state)
         if any(isinstance(event, events.StepFinished) for event in self._recorder.events):
             self._recorder.add(events.Resumed(checkpoint.step))
         return peer
@@ -364,12 +364,11 @@ class Member:
             )
         )
         self._sent, self._began = sent, now
-        held = self._solo.states.get(view.step)
         if self._leaving and last is not None and set(last.roster) <= find_leaving(epochs[-1]):
             self._left = True  # all go at once: nobody is let go, and all can come back
         if self._left:
             self._driver.stop()
-        if held is None or held[0] != view.state:  # it has to be fetched first
+        if not self._solo.has_state(view.step, view.state):  # it has to be fetched first
             return
         if self._recorder.is_evaluation_due(view.step):
             self._evaluate(view.step)
@@ -381,15 +380,15 @@ class Member:
         return self._solo.losses.get((view.step, seed))
 
     def _evaluate(self, step: int) -> None:
-        parameters = self._solo.states[step][1].parameters
+        parameters = self._solo.states[step].parameters
         self._driver.work(
             lambda: self._solo.evaluate(parameters), lambda metric: self._recorder.add_metric(step, metric)
         )
 
     def _checkpoint(self, view: View) -> None:
         """What this peer needs to start again from this view."""
-        held, peer = self._solo.states.get(view.step), self._peer
-        if held is None or held[0] != view.state or peer.view != view:
+        peer = self._peer
+        if not self._solo.has_state(view.step, view.state) or peer.view != view:
             return
         commits = peer.transcript.phases.get(Phase.COMMIT)
         memory = remember(peer, aggregates=False)
@@ -398,7 +397,7 @@ class Member:
             Checkpoint(
                 run=self._config.run,
                 step=view.step,
-                states={view.step: held[1]},
+                states={view.step: self._solo.states[view.step]},
                 memory=Memory(encode_view(view), memory.epochs, (), memory.links + here),
                 notes={self._key: remember_notes(peer)},
             )
@@ -409,8 +408,7 @@ class Member:
         if self._finished:
             return
         self._finished = True
-        held = self._solo.states[view.step]
-        self._recorder.metric = self._solo.evaluate(held[1].parameters)
+        self._recorder.metric = self._solo.evaluate(self._solo.states[view.step].parameters)
         peer = self._peer
         closing = [
             take_down(peer, epoch)

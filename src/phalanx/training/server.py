@@ -81,7 +81,8 @@ class ServerRun:
                         gradient = attack.on_gradient(insider, view.step, seed, gradient)
             rows.append(wire.round(prepare_gradient(gradient, config.cap, wire)).float())
         aggregate = self._combine(torch.stack(rows), config.byzantine)
-        digest = self._trainer.apply(view.step, aggregate)
+        self._trainer.apply(view.step, aggregate)
+        digest = self._trainer.hash_state(view.step + 1)
         self._recorder.add(
             events.StepFinished(
                 step=view.step,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
 
 from torch import Tensor
 
-from phalanx.core.clipping import centered_clip
 from phalanx.core.config import KEPT_STEPS
 from phalanx.core.effects import ComputeGradient, Effect
-from phalanx.core.verification import Projections, compute_report
+from phalanx.network.machine import Machine
 from phalanx.training.gradients import Gradients
 from phalanx.training.optimizers import Optimizer, State, StateBytes, compute_state_digest, decode_state
 from phalanx.training.shelf import Shelf
 
 
-class Solo:
+class Solo(Machine):
     """The effects' ``Machine``. All but gradients is computed where it is asked for; those in any one thread."""
 
     def __init__(self, gradients: Gradients, optimizer: Optimizer, history: int = 0) -> None:
@@ -25,8 +23,10 @@ class Solo:
         self.start = optimizer.init(gradients.start)
         gradients.start = self.start.parameters  # the same numbers, held once
         self.start_digest = compute_state_digest(self.start)
-        self.states: dict[int, tuple[bytes, State]] = {0: (self.start_digest, self.start)}
-        """Before each of the last steps, with its digest."""
+        self.states: dict[int, State] = {0: self.start}
+        """Before each of the last steps."""
+        self._digests: dict[int, bytes] = {0: self.start_digest}
+        """Of those states; of the newest once somebody has asked for it."""
         self.losses: dict[tuple[int, bytes], float] = {}
         """Of the batches of the last steps, by step and seed."""
         self._past: dict[int, Tensor] = {}
@@ -40,8 +40,8 @@ class Solo:
         """From now on, states before the current step are in files: what undoing, checking and joining need."""
         self._shelf = shelf
         start = self._put_away(self.start)
-        for step in [step for step, held in self.states.items() if held[1] is self.start]:
-            self.states[step] = self.start_digest, start
+        for step in [step for step, held in self.states.items() if held is self.start]:
+            self.states[step] = start
             self._shelved.add(step)
         self.start = start
         self._gradients.start = start.parameters
@@ -59,7 +59,7 @@ class Solo:
         held = self.states.get(step)
         if held is None:
             return None
-        parameters = held[1].parameters
+        parameters = held.parameters
 
         def compute() -> Tensor:
             with self._busy:
@@ -73,63 +73,61 @@ class Solo:
         with self._busy:
             return self._gradients.evaluate(parameters)
 
-    def compute_aggregate(self, rows: Tensor, tau: float) -> Tensor:
-        return centered_clip(rows, tau).aggregate
-
-    def compute_report(
-        self, parts: tuple[Tensor, ...], aggregates: tuple[Tensor | None, ...], seeds: Any, tau: float
-    ) -> Projections:
-        return compute_report(parts, aggregates, seeds, tau)
-
-    def apply(self, step: int, aggregate: Tensor) -> bytes:
-        name, before = self.states[step]
-        self.states.pop(step + 1, None)
+    def apply(self, step: int, aggregate: Tensor) -> None:
+        before = self.states[step]
+        self.undo(step)
         after = self.optimizer.update(before, aggregate, step)
         if self._shelf is not None and step not in self._shelved:
-            self.states[step] = name, before = name, self._put_away(before)
+            self.states[step] = before = self._put_away(before)
             self._shelved.add(step)
-        digest = compute_state_digest(after)
-        self.states[step + 1] = digest, after
-        self._shelved.discard(step + 1)
+        self.states[step + 1] = after
         if self._history:
             self._past[step] = before.parameters
             self._past.pop(step - self._history - 1, None)
-        self._forget(step - KEPT_STEPS)
-        return digest
+        self._keep_only(range(step - KEPT_STEPS, step + 2))
 
     def undo(self, step: int) -> None:
-        for later in [later for later in self.states if later > step]:
-            del self.states[later]
+        self._keep_only(range(step + 1))
+
+    def hash_state(self, step: int) -> bytes:
+        if step not in self._digests:
+            self._digests[step] = compute_state_digest(self.states[step])
+        return self._digests[step]
 
     def has_state(self, step: int, digest: bytes) -> bool:
-        return step in self.states and self.states[step][0] == digest
+        return step in self.states and self.hash_state(step) == digest
 
     def read_state(self, step: int) -> StateBytes | None:
         held = self.states.get(step)
-        return StateBytes(held[1]) if held is not None else None
+        return StateBytes(held) if held is not None else None
 
     def adopt_state(self, step: int, digest: bytes, data: bytes | bytearray) -> bool:
         start = self.start
         state = decode_state(data, len(start.parameters), len(start.slots), start.parameters.device)
         if state is None or compute_state_digest(state) != digest:
             return False
-        self.states = {step: (digest, state)}
-        self._shelved.clear()
+        self.return_to(step, state, digest)
         return True
+
+    def return_to(self, step: int, state: State, digest: bytes) -> None:
+        """Hold this state before ``step``, and no other. Nobody looks whether the digest is its own."""
+        self.states, self._digests = {step: state}, {step: digest}
+        self._shelved.clear()
 
     def duration(self, effect: Effect | ComputeGradient) -> float:
         return 0.0
 
-    def _forget(self, oldest: int) -> None:
-        self.states = {step: held for step, held in self.states.items() if step >= oldest}
+    def _keep_only(self, steps: range) -> None:
+        self.states = {step: held for step, held in self.states.items() if step in steps}
+        self._digests = {step: digest for step, digest in self._digests.items() if step in steps}
         self._shelved &= self.states.keys()
-        self.losses = {place: loss for place, loss in self.losses.items() if place[0] >= oldest}
+        self.losses = {place: loss for place, loss in self.losses.items() if place[0] >= steps.start}
 
     # ---- What only attackers ask for
 
     def compute_poisoned(self, step: int, seed: bytes) -> Tensor:
         with self._busy:
-            return self._gradients.compute(self.states[step][1].parameters, seed, poisoned=True)
+            return self._gradients.compute(self.states[step].parameters, seed, poisoned=True)
 
     def compute_earlier(self, step: int, seed: bytes, delay: int) -> Tensor:
         with self._busy:

@@ -25,8 +25,9 @@ from phalanx.core.memory import Epoch, Memory, Notes, recall, remember, remember
 from phalanx.core.messages import Phase
 from phalanx.core.peer import Peer
 from phalanx.core.step import make_peer, run_made_peer
+from phalanx.network.disk import Disk
 from phalanx.network.ideal import IdentityExaminer
-from phalanx.network.simulated import Disk, Links, StoryFailed, World
+from phalanx.network.simulated import Links, StoryFailed, World
 from phalanx.training.checkpoints import Checkpoint
 from phalanx.training.machine import Trainer, Workshop
 from phalanx.training.recorder import Recorder
