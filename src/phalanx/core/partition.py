@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from phalanx.core.room import make_room, make_room_like
+
 BLOCK = 4096
 _SHORT = 1 << 15  # up to so many numbers, one look-up in a table costs less than handling the parts one by one
 
@@ -41,7 +43,7 @@ def _split_blocks(vector: Tensor, count: int) -> list[Tensor]:
     block = _block(len(vector), count)
     whole = len(vector) // block
     blocks, rest = vector[: whole * block].view(whole, block), vector[whole * block :]
-    parts = torch.empty_like(vector).split_with_sizes(compute_part_sizes(len(vector), count))
+    parts = make_room_like(vector).split_with_sizes(compute_part_sizes(len(vector), count))
     for index, part in enumerate(parts):
         own = len(range(index, whole, count)) * block
         part[:own].view(-1, block).copy_(blocks[index::count])
@@ -60,7 +62,7 @@ def join_parts(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts)).index_select(0, _get_places(size, count)[1])
     block = _block(size, count)
     whole = size // block
-    vector = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
+    vector = make_room(size, parts[0].dtype, parts[0].device)
     blocks = vector[: whole * block].view(whole, block)
     for index, part in enumerate(parts):
         own = len(range(index, whole, count)) * block

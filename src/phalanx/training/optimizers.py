@@ -32,6 +32,7 @@ from torch import Tensor
 
 from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
+from phalanx.core.room import make_room_like
 from phalanx.core.wire import WIRE_TYPES, decode_tensor, view_bytes
 from phalanx.training.schedules import SCHEDULES, Schedule, compute_power
 
@@ -246,7 +247,7 @@ class Lamb(AdamW):
     def _move(self, state: State, gradient: Tensor, step: int) -> State:
         assert self.sizes is not None, "init checks the sizes"
         decay, correction = _single(self.weight_decay), _single(1 / (1 - compute_power(self.beta1, step + 1)))
-        after, push = _make_room(state), torch.empty_like(gradient)
+        after, push = _make_room(state), make_room_like(gradient)
         for block in _blocks(gradient):
             u = self._compute_push(state.slots, gradient, after.slots, block, step).mul_(correction)
             torch.add(u, state.parameters[block] * decay, out=push[block])
@@ -322,7 +323,7 @@ def _blocks(vector: Tensor) -> Iterator[slice]:
 
 
 def _make_room(state: State) -> State:
-    return State(torch.empty_like(state.parameters), tuple(map(torch.empty_like, state.slots)))
+    return State(make_room_like(state.parameters), tuple(map(make_room_like, state.slots)))
 
 
 def _sqrt(values: Tensor) -> Tensor:
