@@ -1,14 +1,18 @@
 """What a peer holds of its own work, and of long bytes that come in chunks."""
 
 import torch
+from msgspec import structs
 
 from phalanx.core import messages as m
 from phalanx.core.config import Config
+from phalanx.core.effects import Begin, Delivery, Finished
 from phalanx.core.envelope import Examiner
-from phalanx.core.membership import make_genesis
+from phalanx.core.membership import View, make_genesis
 from phalanx.core.messages import MAX_CHUNK
-from phalanx.core.partition import BLOCK, compute_part_sizes, split_parts
+from phalanx.core.partition import BLOCK, compute_part_sizes, join_parts, split_parts
 from phalanx.core.peer import Own, Peer
+from phalanx.core.step import prepare_parts
+from phalanx.core.verification import prepare_gradient
 from phalanx.core.wire import WIRE_TYPES, encode_tensor
 from phalanx.network.ideal import make_signers
 
@@ -57,3 +61,36 @@ def test_chunks_are_put_together_whatever_their_order() -> None:
         peer.store_aggregate(SIGNERS[part].key, chunk)
     assert peer.aggregates[0, 0, part] == data
     assert not peer.partial
+
+
+def test_what_was_made_from_an_undone_state_is_not_used_again() -> None:
+    """The step before is taken back and ends otherwise: the batch is another, and so is the state."""
+
+    def prepare(view: View, gradient: torch.Tensor) -> torch.Tensor:
+        peer.enter(view)
+        peer.contributes = True
+        story, value = prepare_parts(peer), None
+        try:
+            while True:
+                effect = story.send(value)
+                value = 1 if isinstance(effect, Begin) else Delivery(0.0, None, Finished(1, gradient))
+        except StopIteration as end:
+            return join_parts(end.value.tensors[view.attempt])
+
+    peer = make_peer()
+    first = structs.replace(peer.view, step=1, randomness=bytes(32))
+    again = structs.replace(first, attempt=1, height=7, randomness=bytes([1] * 32))
+    later = structs.replace(again, attempt=2, height=16)
+    short = prepare_gradient(GRADIENT, CONFIG.cap, peer.wire)
+    assert torch.equal(prepare(first, GRADIENT), short)
+    assert torch.equal(prepare(again, -GRADIENT), -short)
+    assert torch.equal(prepare(later, torch.zeros(SIZE)), -short), "one step, one gradient"
+
+
+def test_gradients_at_a_state_that_was_wrong_are_forgotten() -> None:
+    peer = make_peer()
+    peer.own[0] = Own(seed=b"mine", tensors={0: split_parts(GRADIENT, 4)})
+    peer.gradients[0, b"another's"] = GRADIENT
+    peer.forget_gradients()
+    assert peer.find_gradient(0, b"mine") is None
+    assert peer.find_gradient(0, b"another's") is None

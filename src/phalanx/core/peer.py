@@ -69,8 +69,8 @@ class Lost(Exception):  # noqa: N818
 class Own:
     """What this peer made itself in one step: kept as long as somebody may want to check it."""
 
-    seed: bytes = b""
-    """Of the batch whose gradient this is."""
+    seed: bytes
+    """Of the batch whose gradient this is. Whatever else is here was made of that gradient."""
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
     """All parts, by attempt, before they are encoded: together they are the gradient, however it was cut."""
     parts: dict[int, list[Piece]] = field(default_factory=dict)
@@ -415,6 +415,11 @@ class Peer:
         if own is not None and own.tensors and own.seed == seed:
             return join_parts(next(iter(own.tensors.values())))
         return self.gradients.get((step, seed))
+
+    def forget_gradients(self) -> None:
+        """The state that I am at was another: what was computed from it is not what others compute."""
+        self.gradients.clear()
+        self.own = {step: own for step, own in self.own.items() if step < self.view.step}
 
     def get_path(self, place: tuple[int, int, bytes, int]) -> m.Path:
         step, attempt, owner, part = place

@@ -195,14 +195,16 @@ def run_closing(peer: Peer) -> Story:
 def prepare_parts(peer: Peer) -> Story:
     """My gradient, cut for this roster. It is computed once per step, whatever the attempt."""
     view = peer.view
-    own = peer.own.setdefault(view.step, Own())
+    seed = compute_batch_seed(peer.config, view.randomness, view.step, peer.key)
+    own = peer.own.get(view.step)
+    if own is None or own.seed != seed:  # what was made from a state that was undone since is no longer of use
+        own = peer.own[view.step] = Own(seed)
     on_trial = any(candidate.key == peer.key for candidate in view.candidates)
     if not peer.contributes and not on_trial:
         return own
     if view.attempt not in own.parts:
-        seed = compute_batch_seed(peer.config, view.randomness, view.step, peer.key)
         gradient = yield from compute_gradient(peer, view.step, seed)
-        own.seed, parts = seed, split_parts(gradient, len(view.roster))
+        parts = split_parts(gradient, len(view.roster))
         peer.gradients.pop((view.step, seed), None)
         del gradient
         own.tensors[view.attempt] = [peer.put_away_vector(part) for part in parts]
@@ -579,7 +581,7 @@ def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
     if any(case.part is not None for case in agenda):
         distant = find_distant(config, peer.transcript)
         requests = {(view.roster.index(key), part) for key in peer.duties.contributors for part in distant}
-        unopened = yield from open_parts(peer, peer.own.setdefault(view.step, Own()), requests)
+        unopened = yield from open_parts(peer, peer.own.get(view.step) or Own(b""), requests)
     yield from fetch_evidence(peer, agenda)
     until = peer.time
     ballots = []
@@ -740,6 +742,7 @@ def prepare(peer: Peer) -> Story:
         data = yield from fetch_state(peer, server)
         if data is not None and (yield AdoptState(view.step, view.state, data)):
             peer.failures[server] = 0
+            peer.forget_gradients()
             yield Note(Synced(view.step, view.state))
             return
         yield Broadcast(peer.others, m.PullChain(peer.base.height))  # we may be too late for this one
