@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
 from phalanx.core import messages as m
+from phalanx.core.assembly import Assembly, Rows, make_bytes
 from phalanx.core.codec import encode
 from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
@@ -143,7 +144,7 @@ class Peer:
         self.joins: dict[bytes, Letter] = {}
         self.asked: set[tuple[Any, ...]] = set()
         self.answers: dict[tuple[bytes, type], tuple[float, int]] = {}
-        self.partial: dict[tuple[Any, ...], dict[int, bytes]] = {}
+        self.partial: dict[tuple[Any, ...], Assembly] = {}
         self.answered_alarms: set[tuple[int, int]] = set()
         self.gradients: dict[tuple[int, bytes], Tensor] = {}
         """What was computed lately for others, by step and seed."""
@@ -187,6 +188,8 @@ class Peer:
         """Whose messages are not even looked at: answering them would let a cheat spend our bandwidth."""
         self.answers.clear()
         self.rows = None
+        self.bench: Rows | None = None
+        """Where long rows of the part that I aggregate are put as they come."""
         self.applied = False
         """Whether this attempt's update was."""
         self.ahead = {key: height for key, height in self.ahead.items() if key in view.roster}
@@ -215,7 +218,7 @@ class Peer:
         while len(self.cases) > _MOST_CASES:
             del self.cases[next(iter(self.cases))]
         self.asked = {request for request in self.asked if request[1] >= old}
-        self.partial = {place: chunks for place, chunks in self.partial.items() if place[1] >= old}
+        self.partial = {place: assembly for place, assembly in self.partial.items() if place[1] >= old}
 
     def page(self, height: int) -> Page:
         page = self.pages.get(height)
@@ -475,12 +478,24 @@ class Peer:
             return None
         owner = (chunk.owner,) if isinstance(chunk, m.PartChunk) else ()
         place = (kind, chunk.step, chunk.attempt, *owner, chunk.part, sender)
-        chunks = self.partial.setdefault(place, {})
-        chunks[chunk.offset] = chunk.data
-        if sum(map(len, chunks.values())) < chunk.size:
-            return None
-        del self.partial[place]
-        return bytearray().join(chunks[offset] for offset in sorted(chunks))
+        assembly = self.partial.get(place)
+        if assembly is None:
+            assembly = self.partial[place] = Assembly(self._find_room(sender, chunk))
+        data = assembly.add(chunk.offset, chunk.data)
+        if data is not None:
+            del self.partial[place]
+        return data
+
+    def _find_room(self, sender: bytes, chunk: m.PartChunk | m.AggregateChunk) -> memoryview:
+        """Where a chunk's whole is put together: the parts that I aggregate, in the matrix of their rows."""
+        here = (chunk.step, chunk.attempt, chunk.part) == (self.view.step, self.view.attempt, self.index)
+        if here and isinstance(chunk, m.PartChunk) and sender == chunk.owner and self.store is None:
+            if self.bench is None and self.wire.seamless:
+                self.bench = Rows(self.duties.contributors, chunk.size)
+            room = self.bench.take(sender) if self.bench is not None else None
+            if room is not None:
+                return room
+        return make_bytes(chunk.size)
 
     # ---- Certificates
 
@@ -622,8 +637,8 @@ def send_part(peer: Peer, to: tuple[bytes, ...], place: tuple[int, int, bytes, i
     """A part with the path that ties it to its commitment."""
     step, attempt, owner, part = place
     path, size = peer.get_path(place), len(data)
-    for at in range(0, size, MAX_CHUNK):
-        yield Broadcast(to, m.PartChunk(step, attempt, owner, part, path, size, at, bytes(data[at : at + MAX_CHUNK])))
+    for at, piece in cut_chunks(data):
+        yield Broadcast(to, m.PartChunk(step, attempt, owner, part, path, size, at, piece))
 
 
 def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> Story:
@@ -639,8 +654,17 @@ def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> S
 
 def send_aggregate(to: tuple[bytes, ...], step: int, attempt: int, part: int, data: Piece) -> Story:
     size = len(data)
-    for at in range(0, size, MAX_CHUNK):
-        yield Broadcast(to, m.AggregateChunk(step, attempt, part, size, at, bytes(data[at : at + MAX_CHUNK])))
+    for at, piece in cut_chunks(data):
+        yield Broadcast(to, m.AggregateChunk(step, attempt, part, size, at, piece))
+
+
+def cut_chunks(data: Piece) -> Iterable[tuple[int, bytes]]:
+    """The chunks that these bytes travel in, and where each begins."""
+    if len(data) <= MAX_CHUNK:
+        return ((0, bytes(data)),)
+    view = memoryview(data)
+    # What is on its way is encoded before it is sent: until then a view of it is as good as the bytes.
+    return ((at, cast(bytes, view[at : at + MAX_CHUNK])) for at in range(0, len(data), MAX_CHUNK))
 
 
 def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:

@@ -274,7 +274,7 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     place = (view.step, view.attempt, peer.index)
     if place not in peer.aggregates:
         result = yield ComputeAggregate(read_rows(peer)[0], view.tau)
-        peer.aggregates[place] = peer.put_away(peer.wire.encode(result))
+        peer.aggregates[place] = peer.put_away(peer.wire.encode_parts([result])[0])
         forget_rows(peer)
     data = peer.aggregates[place]
     yield from send_aggregate(peer.audience, *place, data)
@@ -285,8 +285,9 @@ def read_rows(peer: Peer) -> tuple[torch.Tensor, list[bool]]:
     """Everybody's row of the part that I aggregate, all of which are here; and whose bytes mean anything."""
     if peer.rows is None:
         view, contributors = peer.view, peer.duties.contributors
-        pieces = [peer.get_part((view.step, view.attempt, key, peer.index)) or b"" for key in contributors]
-        peer.rows = read_stack(pieces, peer.sizes[peer.index], peer.wire, peer.config.cap)
+        pieces = {key: peer.get_part((view.step, view.attempt, key, peer.index)) or b"" for key in contributors}
+        matrix = peer.bench.matrix if peer.bench is not None and peer.bench.fill(pieces) else None
+        peer.rows = read_stack([*pieces.values()], peer.sizes[peer.index], peer.wire, peer.config.cap, matrix)
     return peer.rows
 
 
@@ -352,8 +353,10 @@ def gather(peer: Peer, patience: float) -> Story:
         if looked == peer.arrivals:
             return not wanted
         looked = peer.arrivals
-        for part in [part for part in wanted if peer.has_aggregate(transcript, part)]:
-            wanted.discard(part)
+        here = {part for part in wanted if peer.has_aggregate(transcript, part)}
+        wanted.difference_update(here)
+        if here:
+            read_aggregates(peer, transcript)  # while others are under way
         return not wanted
 
     def ask() -> Iterable[Effect]:

@@ -101,13 +101,23 @@ def read_parts(pieces: Sequence[Piece], sizes: tuple[int, ...], wire: Wire, cap:
     ]
 
 
-def read_stack(pieces: Sequence[Piece], size: int, wire: Wire, cap: float) -> tuple[Tensor, list[bool]]:
-    """:func:`read_part` of each, as the rows of one matrix; and which of them were valid."""
-    nothing, limit = bytes(wire.count_bytes(size)), _longest(cap, size, wire)
-    fit = [len(data) == len(nothing) for data in pieces]
-    stack = wire.decode_rows([data if fits else nothing for data, fits in zip(pieces, fit, strict=True)], size)
+def read_stack(
+    pieces: Sequence[Piece], size: int, wire: Wire, cap: float, matrix: npt.NDArray[np.uint8] | None = None
+) -> tuple[Tensor, list[bool]]:
+    """:func:`read_part` of each, as the rows of one matrix; and which of them were valid.
+
+    ``matrix`` has the pieces as its rows, if they lie so; it is not written to.
+    """
+    length, limit = wire.count_bytes(size), _longest(cap, size, wire)
+    fit = [len(data) == length for data in pieces]
+    if matrix is not None:
+        stack = wire.view_rows(matrix)
+    else:
+        nothing = b"" if all(fit) else bytes(length)
+        stack = wire.decode_rows([data if fits else nothing for data, fits in zip(pieces, fit, strict=True)], size)
     valid = [fits and within for fits, within in zip(fit, _are_within(stack, limit), strict=True)]
     if not all(valid):
+        stack = stack.clone() if matrix is not None else stack
         stack[torch.tensor(valid).logical_not()] = 0
     return stack, valid
 

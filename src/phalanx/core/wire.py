@@ -131,6 +131,11 @@ class Wire:
             row[:] = np.frombuffer(data, _LITTLE[self.dtype])
         return torch.from_numpy(numbers).view(self.dtype)
 
+    def view_rows(self, matrix: npt.NDArray[np.uint8]) -> Tensor:
+        """Vectors whose bytes are the rows of a matrix: where they lie, if this machine holds numbers so."""
+        numbers = matrix.view(_LITTLE[self.dtype]).astype(_NATIVE[self.dtype], copy=False)
+        return torch.from_numpy(numbers).view(self.dtype)
+
     def round(self, vector: Tensor) -> Tensor:
         """What others read of a vector that is held here."""
         return vector
