@@ -89,3 +89,22 @@ def test_nothing_is_foreseen_beyond_the_end(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(World, "_perform_foresee", watch)
     run()
     assert max(seen) == STEPS - 1
+
+
+@pytest.mark.parametrize("moment", [x / 10 for x in range(10)])
+def test_a_probationer_gets_in_step_with_the_members(moment: float) -> None:
+    """Gradients take nearly all the time. Whoever comes in mid-step is late first, and has to catch up."""
+    term = 5
+    setup = Setup(
+        founders=5,
+        joiners=1,
+        settings={"byzantine": 1, "size": 64, "steps": 40, "probation": term, "newcomer_probation": term},
+        compute_time=GRADIENT,
+    )
+    swarm = Swarm(setup, 5, Links(low=0.005, high=0.02), keep_events=True)
+    swarm.world.at(5 + moment, lambda: swarm.start(5))
+    swarm.run(200.0)
+    views = [event.view for _, event in swarm.events[swarm.keys[0]] if isinstance(event, StepFinished)]
+    began = next(view.step for view in views if view.candidates)
+    joined = next(view.step for view in views if swarm.keys[5] in view.roster)
+    assert joined - began <= term + 4

@@ -121,7 +121,8 @@ def _pull(peer: Peer, height: int, work: float) -> Story:
     asked = peer.others if peer.member else peer.choose_some()  # nobody waits for one that only follows
     if missing:
         yield Broadcast(asked, m.PullMessages(height, missing))
-    if not peer.member or peer.time > peer.entered + 8 * peer.config.delta + work:
+    patience = 8 * peer.config.delta + work if peer.member else peer.config.delta if peer.on_trial else 0.0
+    if peer.time >= peer.entered + patience:
         yield Broadcast(asked, m.PullChain(peer.base.height))
 
 

@@ -177,6 +177,8 @@ class Peer:
         self.grace = self.time
         self.member = self.key in view.roster
         self.contributes = self.key in self.duties.contributors
+        self.on_trial = any(candidate.key == self.key for candidate in view.candidates)
+        """Members send me everything unasked, and I show them what I can do."""
         self.index = view.roster.index(self.key) if self.member else -1
         self.sizes = compute_part_sizes(self.config.size, len(view.roster))
         self.transcript = Transcript(view, self.duties)
@@ -225,6 +227,17 @@ class Peer:
         if page is None:
             page = self.pages[height] = Page()
         return page
+
+    def is_on_trial_in(self, step: int) -> bool:
+        """Whether I show what I can do in this step, or the next.
+
+        Gradients may take nearly all the time of a step: who came too late in the step before would do so for ever.
+        It lets one pass, follows without computing, and is in time for the one after.
+        """
+        own, before = self.own.get(step - 1), [t for t in self.transcripts.values() if t.view.step == step - 1]
+        last = max(before, key=lambda t: t.view.height, default=None)
+        missed = own is not None and last is not None and last.view.attempt in own.roots and self.key not in last.served
+        return self.on_trial and not missed
 
     def choose_some(self) -> tuple[bytes, ...]:
         """A few members to ask for something that most of them have, others each time."""

@@ -199,7 +199,7 @@ def prepare_parts(peer: Peer) -> Story:
     own = peer.own.get(view.step)
     if own is None or own.seed != seed:  # what was made from a state that was undone since is no longer of use
         own = peer.own[view.step] = Own(seed)
-    on_trial = any(candidate.key == peer.key for candidate in view.candidates)
+    on_trial = peer.is_on_trial_in(view.step)
     if not peer.contributes and not on_trial:
         return own
     if view.attempt not in own.parts:
@@ -372,7 +372,8 @@ def gather(peer: Peer, patience: float) -> Story:
         if not peer.member:  # those it asks may be past the steps that they keep: then it starts from where they are
             yield Broadcast(peer.choose_some(), m.PullChain(peer.base.height))
 
-    if peer.member and not is_here():  # what is under way should not be asked for
+    in_time = peer.member or peer.key in transcript.served
+    if in_time and not is_here():  # what is under way should not be asked for
         soon = min(until, peer.time + peer.config.delta)
         while peer.time < soon and not is_here():
             yield from peer.listen(soon)
@@ -459,8 +460,7 @@ def find_next_gradients(peer: Peer) -> list[ComputeGradient]:
     randomness, step, found = transcript.randomness, peer.view.step + 1, []
     assert randomness is not None
     duties = foresee_duties(config, view, transcript.duties.contributors, randomness, transcript.served)
-    on_trial = any(candidate.key == peer.key for candidate in view.candidates)
-    if (peer.key in duties.contributors or on_trial) and step < config.steps:
+    if (peer.key in duties.contributors or peer.is_on_trial_in(step)) and step < config.steps:
         found.append(ComputeGradient(step, compute_batch_seed(config, randomness, step, peer.key)))
     for check in duties.checks:
         if check.checker == peer.key:
