@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from phalanx import events
 from phalanx.node import run_init
 from phalanx.swarm import Attackers, Swarm, SwarmResult
+from phalanx.training.recorder import EVENTS
 
 MORTAL, PACED = (Path(__file__).with_name(name) for name in ("mortal.py", "paced.py"))
-PEERS, BYZANTINE, OUTAGES, DELTA = 8, 2, 1, 1.0
+PEERS, BYZANTINE, OUTAGES, DELTA, GRADIENT_TIME = 8, 2, 1, 1.0, 2.0
 FIRST, PAUSE = 3, 40
 """The step of the first death, and steps between two."""
 MOMENTS = (
@@ -45,7 +47,7 @@ def run_with_deaths(out: Path, moments: Sequence[str]) -> tuple[Swarm, SwarmResu
         f"{PACED}:make_task",
         swarm.founders,
         {"byzantine": BYZANTINE, "outages": OUTAGES, "validators": 1, "threads": 1, "delta": DELTA, "probation": 5}
-        | {"steps": FIRST + PAUSE * len(moments), "gradient_time": 2.0, "transfer_time": 1.0},
+        | {"steps": FIRST + PAUSE * len(moments), "gradient_time": GRADIENT_TIME, "transfer_time": 1.0},
     )
     net = manifest.network
     finished = swarm.run(120.0, lambda: False)
@@ -61,8 +63,30 @@ def check(swarm: Swarm, found: SwarmResult, bound: float, moments: Sequence[str]
     for place in range(len(moments)):
         process = swarm.processes[place]
         assert process.finished is not None, f"peer {place} ({moments[place]}) did not come to the end"
-    waits = [event.seconds for event in swarm.merged if isinstance(event, events.StepFinished) and event.seconds]
-    assert max(waits) <= bound + DELTA, "the others waited longer than a timeout and a slow path take"
+    removed: set[int] = set()
+    for process in swarm.processes[len(moments) :]:  # who never died
+        removals, steps = measure_waits(process.folder / "run" / EVENTS)
+        removed |= {peer for peer, _ in removals}
+        assert max(seconds for _, seconds in removals) <= bound + DELTA, "longer than a timeout and a slow path take"
+        assert max(steps) <= bound + GRADIENT_TIME + DELTA, "and then the step is taken once more, without the dead"
+    assert removed == set(range(len(moments)))
+
+
+def measure_waits(log: Path) -> tuple[list[tuple[int, float]], list[float]]:
+    """Who was removed, with the seconds from the last step's end before that began; and those of all later steps."""
+    removals, steps, ends = [], [], []
+    began = 0.0
+    for line in log.read_text().splitlines():
+        event = json.loads(line)
+        moment = datetime.fromisoformat(event["time"]).timestamp()
+        if event["type"] == "SlowPathOpened":
+            began = ends[-1]
+        elif event["type"] == "Removed":
+            removals.append((event["peer"], moment - began))
+        elif event["type"] == "StepFinished":
+            steps += [moment - ends[-1]] if ends else []
+            ends.append(moment)
+    return removals, steps
 
 
 def test_the_others_go_on_and_the_killed_come_back(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_digest, parse_peer_id
@@ -18,15 +19,12 @@ from phalanx.core.randomness import derive_seed, gaussian_vector
 from phalanx.core.wire import WIRE_TYPES
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.manifest import (
-    VERSION,
     NetworkManifest,
     NetworkSection,
-    RunSection,
-    TaskSection,
     format_manifest,
 )
 from phalanx.training.optimizers import State, compute_state_digest, make_optimizer
-from phalanx.training.planning import find_cap, make_clipping, make_settings, measure_scales
+from phalanx.training.planning import make_plan
 from phalanx.training.solo import Solo
 from phalanx.training.task import Task
 from phalanx.training.tasks import load_task
@@ -86,37 +84,25 @@ def make_network_manifest(
     chosen = load_task(task, dict(options or {}))
     chosen = replace(chosen, batch=batch) if batch is not None else chosen
     gradients = Gradients(chosen, seed, device)
-    gradients.require_repeatable()
-    settings, steps = make_settings(chosen, optimizer or {}, method, steps)
-    length, scale = measure_scales(gradients, peers, seed)
-    if method == "btard-clipped-sgd" and clip is None:
-        raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (--clip)")
-    solo = Solo(gradients, make_optimizer(settings, steps, gradients.sizes))
+    plan = make_plan(
+        *(gradients, task, peers, seed),
+        byzantine=byzantine,
+        validators=validators,
+        outages=outages,
+        steps=steps,
+        options=options,
+        optimizer=optimizer,
+        method=method,
+        clip=clip,
+        tau=tau,
+        wire=wire,
+        device=device,
+        code=compute_code_digest(task),
+    )
+    solo = Solo(gradients, make_optimizer(plan.optimizer, plan.run.steps, gradients.sizes))
     bytes_moved = 2 * WIRE_TYPES.get(wire, WIRE_TYPES["float32"]).count_bytes(gradients.size)
-    cap = clip if clip is not None else find_cap(length, wire)
     manifest = NetworkManifest(
-        version=VERSION,
-        task=TaskSection(
-            name=task,
-            options=dict(options or {}),
-            digest=chosen.digest,
-            batch=chosen.batch,
-            code=compute_code_digest(task),
-        ),
-        run=RunSection(
-            peers=peers,
-            byzantine=byzantine,
-            validators=validators,
-            outages=outages,
-            steps=steps,
-            seed=seed,
-            wire=wire,
-            device=device,
-            threads=torch.get_num_threads(),
-            method=method or "none",
-        ),
-        clipping=make_clipping(tau, peers, byzantine, validators, scale, cap),
-        optimizer=settings,
+        **structs.asdict(plan),
         network=NetworkSection(
             founders=list(founders),
             delta=delta,

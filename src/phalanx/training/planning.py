@@ -13,7 +13,7 @@ from phalanx.core.errors import LocalError
 from phalanx.core.partition import split_parts
 from phalanx.core.randomness import derive_seed
 from phalanx.training.gradients import Gradients
-from phalanx.training.manifest import ClippingSection
+from phalanx.training.manifest import VERSION, ClippingSection, Plan, RunSection, TaskSection
 from phalanx.training.optimizers import METHODS, make_optimizer
 from phalanx.training.task import Task
 
@@ -23,6 +23,53 @@ _SAMPLES = 8  # gradients from which scales are measured
 _LARGE = 1 << 24  # parameters from which on so many gradients do not fit into memory
 _RANGE = 1e3  # by which an automatic tau may move from its start, up and down
 _RECIPE = ("steps", "tau", "optimizer")  # of a task's recipe; the rest are settings of the optimizer
+
+
+def make_plan(
+    gradients: Gradients,
+    name: str,
+    peers: int,
+    seed: int,
+    *,
+    byzantine: int,
+    validators: int,
+    outages: int = 0,
+    steps: int | None,
+    options: Mapping[str, str] | None,
+    optimizer: Mapping[str, Any] | None,
+    method: str | None,
+    clip: float | None,
+    tau: float | str,
+    wire: str,
+    device: str,
+    code: str | None = None,
+) -> Plan:
+    """What every manifest has, with scales as measured on public batches."""
+    gradients.require_repeatable()
+    task = gradients.task
+    settings, steps = make_settings(task, optimizer or {}, method, steps)
+    length, scale = measure_scales(gradients, peers, seed)
+    if method == "btard-clipped-sgd" and clip is None:
+        raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (clip, --clip)")
+    cap = clip if clip is not None else find_cap(length, wire)
+    return Plan(
+        version=VERSION,
+        task=TaskSection(name=name, options=dict(options or {}), digest=task.digest, batch=task.batch, code=code),
+        run=RunSection(
+            peers=peers,
+            byzantine=byzantine,
+            validators=validators,
+            outages=outages,
+            steps=steps,
+            seed=seed,
+            wire=wire,
+            device=device,
+            threads=torch.get_num_threads(),
+            method=method or "none",
+        ),
+        clipping=make_clipping(tau, peers, byzantine, validators, scale, cap),
+        optimizer=settings,
+    )
 
 
 def make_settings(

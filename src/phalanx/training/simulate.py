@@ -37,16 +37,13 @@ from phalanx.training.checkpoints import FOLDER, Checkpoint, find_latest, read_c
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.machine import Workshop
 from phalanx.training.manifest import (
-    VERSION,
     Manifest,
-    RunSection,
     SimulationSection,
-    TaskSection,
     format_manifest,
     read_manifest,
 )
 from phalanx.training.optimizers import make_optimizer
-from phalanx.training.planning import find_cap, make_clipping, make_settings, measure_scales
+from phalanx.training.planning import make_plan
 from phalanx.training.recorder import EVENTS, TRANSCRIPT, Recorder
 from phalanx.training.server import ServerRun
 from phalanx.training.swarm import SwarmRun
@@ -149,33 +146,21 @@ def simulate(
     if delay is not None:
         attacking = _set_delay(attacking, delay)
     gradients = Gradients(chosen, seed, device)
-    gradients.require_repeatable()
-    settings, steps = make_settings(chosen, optimizer or {}, method, steps)
-    length, scale = measure_scales(gradients, peers, seed)
-    if method == "btard-clipped-sgd" and clip is None:
-        raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (clip, --clip)")
-    cap = clip if clip is not None else find_cap(length, wire)
+    plan = make_plan(
+        *(gradients, task if isinstance(task, str) else task.name, peers, seed),
+        byzantine=byzantine,
+        validators=validators,
+        steps=steps,
+        options=options,
+        optimizer=optimizer,
+        method=method,
+        clip=clip,
+        tau=tau,
+        wire=wire,
+        device=device,
+    )
     manifest = Manifest(
-        version=VERSION,
-        task=TaskSection(
-            name=task if isinstance(task, str) else task.name,
-            options=dict(options or {}),
-            digest=chosen.digest,
-            batch=chosen.batch,
-        ),
-        run=RunSection(
-            peers=peers,
-            byzantine=byzantine,
-            validators=validators,
-            steps=steps,
-            seed=seed,
-            wire=wire,
-            device=device,
-            threads=torch.get_num_threads(),
-            method=method or "none",
-        ),
-        clipping=make_clipping(tau, peers, byzantine, validators, scale, cap),
-        optimizer=settings,
+        **msgspec.structs.asdict(plan),
         simulation=SimulationSection(
             defense=defense,
             attack=attack if isinstance(attack, str) else type(attack).__name__,
@@ -183,8 +168,8 @@ def simulate(
             every=every,
             delay=delay,
             attackers=sorted(Random(seed).sample(range(peers), byzantine)),
-            evaluate_every=evaluate_every or max(1, steps // 40),
-            checkpoint_every=checkpoint_every or max(1, steps // 4),
+            evaluate_every=evaluate_every or max(1, plan.run.steps // 40),
+            checkpoint_every=checkpoint_every or max(1, plan.run.steps // 4),
         ),
     )
     folder = None
