@@ -40,7 +40,7 @@ def run_with_deaths(out: Path, moments: Sequence[str]) -> tuple[Swarm, SwarmResu
         place: ["--attack", f"{MORTAL}:{moment}", "--start", str(step), "--checkpoint-every", "5"]
         for place, step, moment in deaths
     }
-    joins = [(place, step + 1) for place, step, _ in deaths]
+    joins = [(place, step + 4) for place, step, _ in deaths]  # by then each has died
     swarm = Swarm(out, PEERS, Attackers(), [], joins, lambda event: None, extra)
     manifest = run_init(
         out / "run.toml",
