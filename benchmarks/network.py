@@ -497,8 +497,8 @@ def make_config(founders: tuple[bytes, ...], size: int, state: bytes, steps: int
 def run_protected(seat: Seat) -> Story:
     plan, story, inbox = seat.plan, Story(), Inbox(INBOX)
     last = plan.steps[-1]
-    keep_freed_memory()
     machine = make_machine(plan.size, last + 3)
+    machine.reserve_memory()
     identity = Identity.load(key_file(plan, seat.rank))
     config = make_config(tuple(seat.meet(identity.key)), plan.size, machine.start_digest, last + 3)
     journal = WatchedJournal(plan.folder / f"journal{seat.rank}", config.run)

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core import messages as m
-from phalanx.core.assembly import Assembly, Rows, make_bytes
+from phalanx.core.assembly import Assembly, Rows
 from phalanx.core.config import Config
 from phalanx.core.envelope import Examiner
 from phalanx.core.membership import make_genesis
 from phalanx.core.messages import MAX_CHUNK
 from phalanx.core.partition import compute_part_sizes
-from phalanx.core.peer import Own, Peer
+from phalanx.core.peer import Own, Peer, cut_chunks
+from phalanx.core.room import make_bytes
 from phalanx.core.step import read_rows
 from phalanx.core.wire import WIRE_TYPES
 from phalanx.network.ideal import make_signers
@@ -136,3 +137,40 @@ def test_parts_that_come_lie_as_the_matrix_that_is_clipped() -> None:
     rows, _ = read_rows(peer)
     assert peer.bench is not None
     assert rows.data_ptr() == peer.bench.matrix.ctypes.data
+
+
+def test_strangers_reserve_nothing() -> None:
+    peer = make_peer("float32")
+    stranger, size = bytes([7]) * 32, peer.wire.count_bytes(peer.sizes[0])
+    peer.store_part(stranger, m.PartChunk(0, 0, stranger, 0, (), size, 0, bytes(MAX_CHUNK)))
+    assert not peer.partial
+    assert not peer.parts
+
+
+def test_a_chunk_of_nothing_is_refused() -> None:
+    peer = make_peer("float32")
+    owner = next(key for key in peer.duties.contributors if key != peer.key)
+    size = peer.wire.count_bytes(peer.sizes[0])
+    assert size % MAX_CHUNK == 0, "so that there could be one more chunk, of no bytes"
+    peer.store_part(owner, m.PartChunk(0, 0, owner, 0, (), size, size, b""))
+    assert not peer.partial
+
+
+def test_what_does_not_fit_its_commitment_is_dropped() -> None:
+    """Else everybody who looks for it would hash it again."""
+    peer = make_peer("float32")
+    part = peer.duties.contributors.index(next(key for key in peer.duties.contributors if key != peer.key))
+    owner = peer.duties.contributors[part]
+    send(peer, owner, make_parts(peer, 1)[owner])
+    place = (0, 0, owner, 0)
+    assert not peer.has_part(place)
+    assert place in peer.parts, "its commitment is not here yet"
+    peer.get_commitment = lambda transcript, key: bytes(32)  # type: ignore[method-assign]
+    assert not peer.has_part(place)
+    assert place not in peer.parts
+
+
+def test_chunks_on_their_way_cannot_be_written_to() -> None:
+    for _, piece in cut_chunks(bytearray(2 * MAX_CHUNK)):
+        with pytest.raises(TypeError):
+            piece[0] = 1  # type: ignore[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -281,6 +282,26 @@ def test_a_frame_stays_first_until_a_stream_has_taken_it() -> None:
         outbox.put(Parcel(PullChain(3)))
         second = await wait_for_end(link, 1)
         assert await read_frames(second, 2) == [encode(chunk(2)), encode(PullChain(3))]
+        await end(outbox)
+
+    with_link(talk)
+
+
+def test_a_receiver_that_writes_back_loses_its_stream_and_is_not_listened_to() -> None:
+    async def talk(link: Link) -> None:
+        outbox = link.make_outbox()
+        outbox.put(Parcel(PullChain(1)))
+        first = await wait_for_end(link, 0)
+        assert await read_frames(first, 1) == [encode(PullChain(1))]
+        taken = 0
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(1):
+                while True:
+                    await asyncio.get_running_loop().sock_sendall(first, bytes(1 << 16))
+                    taken += 1 << 16
+        assert taken <= 1 << 20, "what fits into the buffers of a socket"
+        outbox.put(Parcel(PullChain(2)))
+        assert await read_frames(await wait_for_end(link, 1), 1) == [encode(PullChain(2))]
         await end(outbox)
 
     with_link(talk)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from phalanx.attacks import load_attack
+from phalanx.attacks import Attack, Insider, load_attack
 from phalanx.core.effects import ComputeGradient, Foresee
 from phalanx.core.events import StepFinished
+from phalanx.core.messages import AggregateChunk, Message
 from phalanx.network.simulated import Links, World
 from phalanx.simulation.swarm import Setup, Swarm
 
@@ -91,20 +94,39 @@ def test_nothing_is_foreseen_beyond_the_end(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(seen) == STEPS - 1
 
 
-@pytest.mark.parametrize("moment", [x / 10 for x in range(10)])
+def run_with_joiner(moment: float, compute_time: float, links: Links, term: int, attackers: dict[int, Attack]) -> int:
+    """How many steps a joiner was on probation; every one had the chance to serve a step of it."""
+    settings = {"byzantine": 1, "size": 64, "steps": 60, "probation": term, "newcomer_probation": term}
+    setup = Setup(founders=5, joiners=1, settings=settings, attackers=attackers, compute_time=compute_time)
+    swarm = Swarm(setup, 5, links, keep_events=True)
+    swarm.world.at(moment, lambda: swarm.start(5))
+    swarm.run(300.0)
+    views = [event.view for _, event in swarm.events[swarm.keys[0]] if isinstance(event, StepFinished)]
+    began = next(view.step for view in views if view.candidates)
+    return next((view.step for view in views if swarm.keys[5] in view.roster), 1000) - began
+
+
+@pytest.mark.parametrize("moment", [5 + x / 10 for x in range(10)])
 def test_a_probationer_gets_in_step_with_the_members(moment: float) -> None:
     """Gradients take nearly all the time. Whoever comes in mid-step is late first, and has to catch up."""
     term = 5
-    setup = Setup(
-        founders=5,
-        joiners=1,
-        settings={"byzantine": 1, "size": 64, "steps": 40, "probation": term, "newcomer_probation": term},
-        compute_time=GRADIENT,
-    )
-    swarm = Swarm(setup, 5, Links(low=0.005, high=0.02), keep_events=True)
-    swarm.world.at(5 + moment, lambda: swarm.start(5))
-    swarm.run(200.0)
-    views = [event.view for _, event in swarm.events[swarm.keys[0]] if isinstance(event, StepFinished)]
-    began = next(view.step for view in views if view.candidates)
-    joined = next(view.step for view in views if swarm.keys[5] in view.roster)
-    assert joined - began <= term + 4
+    assert run_with_joiner(moment, GRADIENT, Links(low=0.005, high=0.02), term, {}) <= term + 4
+
+
+@dataclass(kw_only=True, eq=False)
+class Stingy(Attack):
+    """Sends its aggregates to members only."""
+
+    def on_message(
+        self, insider: Insider, to: tuple[bytes, ...], message: Message
+    ) -> Iterable[tuple[tuple[bytes, ...], Message]]:
+        if isinstance(message, AggregateChunk):
+            to = tuple(key for key in to if key in insider.view.roster)
+        return ((to, message),)
+
+
+@pytest.mark.parametrize("high", [0.02, 0.2])
+@pytest.mark.parametrize("compute_time", [0.05, 0.3, 0.8])
+def test_no_member_alone_can_keep_a_probationer_out(compute_time: float, high: float) -> None:
+    term = 12
+    assert run_with_joiner(1.0, compute_time, Links(high=high), term, {2: Stingy()}) <= 3 * term

@@ -146,7 +146,7 @@ def test_a_shelved_part_is_served_until_it_is_forgotten(shelf: Shelf) -> None:
     peer = Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view)
     peer.store = shelf.put
     parts = split_parts(torch.linspace(-1, 1, CONFIG.size), 4)
-    own = peer.own[0] = Own(tensors={0: [peer.put_away_vector(part) for part in parts]})
+    own = peer.own[0] = Own(b"seed", {0: [peer.put_away_vector(part) for part in parts]})
     own.parts[0] = WIRE_TYPES["float32"].encode_parts(own.tensors[0])
     own.roots[0], own.paths[0] = compute_paths([hash_part(part) for part in own.parts[0]])
     pull, asker, root = PullPart(0, 0, SIGNERS[0].key, 2, 0), SIGNERS[1].key, own.roots[0]

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.core.messages import MAX_CHUNK
+from phalanx.core.room import make_bytes
 from phalanx.core.wire import Piece
 
 
@@ -29,7 +30,8 @@ class Rows:
     """Everybody's row of one part, end to end: the matrix that will be clipped, taken up as it comes."""
 
     def __init__(self, owners: Sequence[bytes], length: int) -> None:
-        self.matrix: npt.NDArray[np.uint8] = np.empty((len(owners), length), np.uint8)
+        self.matrix: npt.NDArray[np.uint8] = np.frombuffer(make_bytes(len(owners) * length), np.uint8)
+        self.matrix = self.matrix.reshape(len(owners), length)
         self._rows: dict[bytes, memoryview] = dict(zip(owners, (row.data for row in self.matrix), strict=True))
         self._free = dict(self._rows)
 
@@ -45,8 +47,3 @@ class Rows:
         for owner in list(self._free):
             self._free.pop(owner)[:] = pieces[owner]
         return True
-
-
-def make_bytes(length: int) -> memoryview:
-    """Room for bytes, with nothing in it yet."""
-    return np.empty(length, np.uint8).data

@@ -21,7 +21,7 @@ from phalanx.core.crypto import compute_digest
 from phalanx.core.messages import MAX_MEMBERS
 from phalanx.core.randomness import Stream, derive_seed
 
-_MOST_MISSED = 6  # commits of a probationer
+_MOST_MISSED = 12  # commits of a probationer; who is late once misses two
 _MOST_SUSPECTS = 256  # of a run's last steps; beyond, those of the very last
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 from torch import Tensor
 
 from phalanx.core import messages as m
-from phalanx.core.assembly import Assembly, Rows, make_bytes
+from phalanx.core.assembly import Assembly, Rows
 from phalanx.core.codec import encode
 from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
@@ -30,6 +30,7 @@ from phalanx.core.membership import (
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Phase, Signed
 from phalanx.core.partition import compute_part_sizes, join_parts
+from phalanx.core.room import make_bytes
 from phalanx.core.slowpath import Resolution, is_valid_alarm
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 from phalanx.core.wire import WIRE_TYPES, Piece, decode_tensor, view_bytes
@@ -160,6 +161,8 @@ class Peer:
         self.leaving = False
         self.late: set[bytes] = set()
         """Who earned a strike in a slow path that I have not told of in a CONFIRM yet."""
+        self.reluctant: set[bytes] = set()
+        """Members whose aggregates I had to ask others for while I was on trial."""
         self.failures: dict[bytes, int] = {}
         """How often a server of states did not come through."""
         self.enter(view)
@@ -200,6 +203,7 @@ class Peer:
         self.answered_alarms.clear()
         _drop(self.joins, [key for key in self.joins if key in view.roster or key in view.banned])
         self.adopted = None
+        self.finished.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -376,6 +380,8 @@ class Peer:
     # ---- Long bytes
 
     def store_part(self, sender: bytes, chunk: m.PartChunk) -> None:
+        if sender not in self.circle:
+            return
         self.arrivals += 1
         place = (chunk.step, chunk.attempt, chunk.owner, chunk.part)
         if sender != chunk.owner and ("part", *place, sender) not in self.asked:
@@ -421,6 +427,7 @@ class Peer:
             return None
         data, path = held
         if not verify_path(root, len(transcript.view.roster), part, hash_part(data), path):
+            del self.parts[place]  # nobody should have to find that out again
             return None
         self.verified.add(place)
         return data
@@ -473,6 +480,7 @@ class Peer:
         if data is None or letter is None or not isinstance(letter.body, m.Aggregate):
             return False
         if hash_part(data) != letter.body.result:
+            del self.aggregates[place]
             return False
         self.verified.add(place)
         return True
@@ -487,7 +495,7 @@ class Peer:
             return None
         if len(chunk.data) == chunk.size:
             return chunk.data
-        if chunk.offset % MAX_CHUNK or len(chunk.data) != min(MAX_CHUNK, chunk.size - chunk.offset):
+        if chunk.offset % MAX_CHUNK or not 0 < len(chunk.data) == min(MAX_CHUNK, chunk.size - chunk.offset):
             return None
         owner = (chunk.owner,) if isinstance(chunk, m.PartChunk) else ()
         place = (kind, chunk.step, chunk.attempt, *owner, chunk.part, sender)
@@ -675,7 +683,7 @@ def cut_chunks(data: Piece) -> Iterable[tuple[int, bytes]]:
     """The chunks that these bytes travel in, and where each begins."""
     if len(data) <= MAX_CHUNK:
         return ((0, bytes(data)),)
-    view = memoryview(data)
+    view = memoryview(data).toreadonly()
     # What is on its way is encoded before it is sent: until then a view of it is as good as the bytes.
     return ((at, cast(bytes, view[at : at + MAX_CHUNK])) for at in range(0, len(data), MAX_CHUNK))
 

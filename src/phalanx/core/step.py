@@ -139,6 +139,7 @@ def run_attempt(peer: Peer) -> Story:
         return (yield from abort(peer, offenders))
 
     # REVEAL: the shares make the randomness of the next step, unknown to all until now.
+    yield from ask_early(peer)
     reveals = yield from agree(peer, Phase.REVEAL, m.Reveal(share, salt))
     offenders = find_offenders(config, transcript, Phase.REVEAL)
     if offenders.banned:
@@ -340,6 +341,19 @@ def combine_shares(config: Config, view: View, reveals: Values) -> bytes:
     return compute_digest("randomness", config.run, place, *shares)
 
 
+def ask_early(peer: Peer) -> Story:
+    """A member might send its aggregate to members only. Who is on trial and waited for it would be late every time."""
+    view = peer.view
+    for part, owner in enumerate(view.roster if peer.on_trial else ()):
+        if owner in peer.reluctant and not peer.has_aggregate(peer.transcript, part):
+            yield from ask_aggregate(peer, (view.step, view.attempt, part), peer.choose_some())
+
+
+def ask_aggregate(peer: Peer, place: tuple[int, int, int], whom: tuple[bytes, ...]) -> Iterable[Effect]:
+    peer.asked |= {("aggregate", *place, key) for key in whom}
+    yield Broadcast(whom, m.PullAggregate(*place, 0))
+
+
 def gather(peer: Peer, patience: float) -> Story:
     """Wait for the aggregates; ask others for those that their aggregators kept back."""
     transcript, until = peer.transcript, peer.entered + patience
@@ -365,18 +379,18 @@ def gather(peer: Peer, patience: float) -> Story:
         everybody = peer.others if peer.member and asked else None
         asked = True
         for part in sorted(wanted):
-            place = (view.step, view.attempt, part)
-            holders = everybody or peer.choose_some()
-            peer.asked |= {("aggregate", *place, key) for key in holders}
-            yield Broadcast(holders, m.PullAggregate(*place, 0))
+            yield from ask_aggregate(peer, (view.step, view.attempt, part), everybody or peer.choose_some())
         if not peer.member:  # those it asks may be past the steps that they keep: then it starts from where they are
             yield Broadcast(peer.choose_some(), m.PullChain(peer.base.height))
 
     in_time = peer.member or peer.key in transcript.served
+    yield from ask_early(peer)
     if in_time and not is_here():  # what is under way should not be asked for
         soon = min(until, peer.time + peer.config.delta)
         while peer.time < soon and not is_here():
             yield from peer.listen(soon)
+        if peer.on_trial:
+            peer.reluctant |= {view.roster[part] for part in wanted}
     yield from fetch(peer, is_here, ask, until)
 
 

@@ -314,10 +314,9 @@ class Outbox:
 
 
 async def _await_end(stream: socket.socket) -> None:
-    """A receiver says nothing on a stream: what comes back is its end, and then nothing more should be sent on it."""
+    """A receiver says nothing on a stream: whatever comes back is its end, and nothing more should be sent on it."""
     with contextlib.suppress(OSError):
-        while await asyncio.get_running_loop().sock_recv(stream, 1024):
-            pass
+        await asyncio.get_running_loop().sock_recv(stream, 1)
 
 
 # ---- Receiving

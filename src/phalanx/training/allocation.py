@@ -13,6 +13,8 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from phalanx.core.room import keep_rooms
+
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _GROWTH = 1 << 26  # bytes that the heap grows by
@@ -24,6 +26,7 @@ def keep_freed_memory() -> bool:
 
     The process then holds what it needed at its peak until it ends.
     """
+    keep_rooms(True)
     return _configure({_MMAP_MAX: 0, _TRIM_THRESHOLD: -1, _TOP_PAD: _GROWTH})
 
 
@@ -33,6 +36,7 @@ def return_freed_memory() -> bool:
     Left alone, the C library learns from the first chunks to take such memory from its heaps, where one that is still
     in use keeps all that were freed before it.
     """
+    keep_rooms(False)
     trim_heaps()
     return _configure({_MMAP_THRESHOLD: _ALONE})
 

@@ -34,7 +34,7 @@ from phalanx.events import Event
 from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox
 from phalanx.network.transport import Limits, Transport
-from phalanx.training.allocation import keep_freed_memory, return_freed_memory
+from phalanx.training.allocation import return_freed_memory
 from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint
 from phalanx.training.gradients import describe_platform
 from phalanx.training.manifest import NetworkManifest
@@ -133,7 +133,7 @@ class Member:
         if settings.shelf if settings.shelf is not None else 4 * config.size >= SHELVED_FROM:
             self._use_shelf()
         else:
-            keep_freed_memory()
+            solo.reserve_memory()
         self._view = self._peer.view
         self._driver = Driver(
             config.run, self._identity, solo, self._journal, self._transport, self._on_note, self._inbox

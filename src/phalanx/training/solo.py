@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 
+import torch
 from torch import Tensor
 
 from phalanx.core.config import KEPT_STEPS
 from phalanx.core.effects import ComputeGradient, Effect
+from phalanx.core.room import reserve_rooms
 from phalanx.network.machine import Machine
+from phalanx.training.allocation import keep_freed_memory
 from phalanx.training.gradients import Gradients
 from phalanx.training.optimizers import Optimizer, State, StateBytes, compute_state_digest, decode_state
 from phalanx.training.shelf import Shelf
@@ -35,6 +38,13 @@ class Solo(Machine):
         self._shelf: Shelf | None = None
         self._shelved: set[int] = set()
         """Which of the states are in files."""
+
+    def reserve_memory(self) -> None:
+        """Take the memory now that states and gradients of the steps that are kept will need, and keep it."""
+        keep_freed_memory()
+        start = self.start
+        if start.parameters.device.type == "cpu":
+            reserve_rooms(len(start.parameters), torch.float32, (KEPT_STEPS + 3) * (2 + len(start.slots)))
 
     def use_shelf(self, shelf: Shelf) -> None:
         """From now on, states before the current step are in files: what undoing, checking and joining need."""
@@ -121,7 +131,8 @@ class Solo(Machine):
         self.states = {step: held for step, held in self.states.items() if step in steps}
         self._digests = {step: digest for step, digest in self._digests.items() if step in steps}
         self._shelved &= self.states.keys()
-        self.losses = {place: loss for place, loss in self.losses.items() if place[0] >= steps.start}
+        losses = list(self.losses.items())  # the gradients' thread may be adding one
+        self.losses = {place: loss for place, loss in losses if place[0] >= steps.start}
 
     # ---- What only attackers ask for
 
