@@ -118,6 +118,10 @@ def test_the_honest_attack_changes_nothing() -> None:
     fair, same = run_arena(seed=6), run_arena(Attack(), Late(delay=0.0, stop=0), seed=6)
     assert same.ends
     assert all(fair.ends[key].digest == view.digest for key, view in same.ends.items())
+    # Each run ends when its honest peers have: before that, message for message.
+    fair, same = run_arena(seed=6, limit=9.0), run_arena(Attack(), Late(delay=0.0, stop=0), seed=6, limit=9.0)
+    assert not fair.ends
+    assert fair.world.deliveries == same.world.deliveries > 500
 
 
 def test_a_seed_is_the_whole_run() -> None:
