@@ -1,4 +1,4 @@
-"""The event log of a run: the only input of progress bars, plots, report, dashboard and audit.
+"""The event log of a run: the only input of progress bars, plots and report.
 
 One event is one line of JSON. Every line names the hash of the bytes of the line before it, so that no line can be
 changed, taken out, put in or moved without breaking the chain. What the events and their fields mean, and what the
