@@ -17,7 +17,7 @@ from phalanx.core.errors import LocalError
 from phalanx.core.messages import MAX_MANIFEST
 from phalanx.events import Event
 from phalanx.training.checkpoints import write_safely
-from phalanx.training.founding import format_commented, make_network_manifest, prepare
+from phalanx.training.founding import count_history, format_commented, make_network_manifest, prepare
 from phalanx.training.manifest import (
     NetworkManifest,
     format_manifest,
@@ -122,7 +122,7 @@ def _take_part(
     manifest: NetworkManifest, key_file: Path, spec: str, settings: Settings, threads: int | None
 ) -> Outcome:
     task = load_task(spec, dict(manifest.task.options))
-    prepared = prepare(manifest, task, _say, threads)
+    prepared = prepare(manifest, task, _say, threads, count_history(settings.attack))
     settings.on_ready, settings.say = _say_where, _say
     member = Member(manifest, prepared.config, key_file, prepared.solo, settings, prepared.gradients)
     with _on_interrupt(member.leave):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from msgspec import structs
 
+from phalanx.attacks import Attack, list_parts
+from phalanx.attacks.gradients import Delayed
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError
@@ -123,10 +125,13 @@ def make_network_manifest(
     return manifest
 
 
-def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None], threads: int | None = None) -> Prepared:
+def prepare(
+    manifest: NetworkManifest, task: Task, say: Callable[[str], None], threads: int | None = None, history: int = 0
+) -> Prepared:
     """Check that this machine holds the same data and computes the same; :class:`LocalError` says what differs.
 
-    ``threads`` may be another number than the manifest's where the run tolerates other platforms.
+    ``threads`` may be another number than the manifest's where the run tolerates other platforms; ``history`` is of how
+    many past steps this peer keeps the parameters (:func:`count_history`).
     """
     section, run, net = manifest.task, manifest.run, manifest.network
     task = replace(task, batch=section.batch)
@@ -150,7 +155,7 @@ def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None], t
         )
     gradients = Gradients(task, run.seed, run.device)
     gradients.require_repeatable()
-    solo = Solo(gradients, make_optimizer(manifest.optimizer, run.steps, gradients.sizes))
+    solo = Solo(gradients, make_optimizer(manifest.optimizer, run.steps, gradients.sizes), history)
     if solo.start_digest.hex() != net.state:
         raise LocalError(
             "the initial parameters differ from the run's: the software here draws others; install the versions that "
@@ -170,6 +175,12 @@ def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None], t
         say(f"a gradient takes {seconds:.1f} s here, more than half of the {net.gradient_time:g} s that the run allows")
     config = manifest.make_config(manifest.founders, gradients.size, solo.start_digest).check()
     return Prepared(config, gradients, solo, seconds)
+
+
+def count_history(attack: Attack | None) -> int:
+    """Of how many past steps an attacker wants the parameters."""
+    parts = list_parts(attack) if attack is not None else ()
+    return max((part.delay for part in parts if isinstance(part, Delayed)), default=0)
 
 
 def time_gradient(solo: Solo) -> float:

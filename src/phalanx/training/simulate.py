@@ -34,6 +34,7 @@ from phalanx.events import Event
 from phalanx.network.ideal import make_signers
 from phalanx.show.story import tell
 from phalanx.training.checkpoints import FOLDER, Checkpoint, find_latest, read_checkpoint, write_safely
+from phalanx.training.founding import count_history
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.machine import Workshop
 from phalanx.training.manifest import (
@@ -227,8 +228,7 @@ def _run(
 ) -> Result:
     run, simulation = manifest.run, manifest.simulation
     optimizer = make_optimizer(manifest.optimizer, run.steps, gradients.sizes)
-    history = max((part.delay for part in list_parts(attack) if isinstance(part, Delayed)), default=0)
-    workshop = Workshop(gradients, optimizer, history)
+    workshop = Workshop(gradients, optimizer, count_history(attack))
     signers, verify = make_signers(run.peers, run.seed, ideal=False)
     keys = tuple(signer.key for signer in signers)
     config = manifest.make_config(keys, gradients.size, workshop.start_digest)
