@@ -28,6 +28,32 @@ def test_version_is_the_packages() -> None:
     assert (result.returncode, result.stdout) == (0, f"{__version__}\n")
 
 
+DEFAULTS = {
+    "simulate": ("[default: 16]", "[default: the task's]", "[default: phalanx]"),
+    "init": ("[default: this machine's]", "[default: by bandwidth]", "[default: 2.0]"),
+    "start": ("[default: the manifest's]", "[default: /ip4/0.0.0.0/tcp/0]", "[default: named after file and key]"),
+    "join": ("[default: named after the key]",),
+    "swarm": ("[default: measured]", "[default: phalanx-swarm]"),
+}
+
+
+@pytest.mark.parametrize("command", DEFAULTS)
+def test_help_shows_what_holds_where_nothing_is_given(command: str) -> None:
+    result = phalanx(command, "--help")
+    assert result.returncode == 0
+    text = " ".join(result.stdout.split())
+    for default in DEFAULTS[command]:
+        assert default in text
+    assert "factory" not in text
+    assert "\x1b" not in result.stdout
+
+
+def test_the_list_of_commands_is_in_whole_sentences() -> None:
+    listed = phalanx("--help").stdout.partition("Commands:")[2].split("\n  ")
+    assert len(listed) > 7
+    assert all(line.rstrip().endswith(".") and "..." not in line for line in listed if line.strip())
+
+
 def test_keygen_writes_a_key_that_loads_and_prints_its_peer_id(tmp_path: Path) -> None:
     result = phalanx("keygen", str(tmp_path / "key"), "--json")
     assert result.returncode == 0
