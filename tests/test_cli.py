@@ -141,6 +141,73 @@ def test_a_run_that_cannot_be_is_one_line_and_exit_2(options: str) -> None:
 SMALL = f"{Path(__file__).parent / 'training' / 'small.py'}:task"
 
 
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("keys")
+    files = [folder / f"{place}.key" for place in range(4)]
+    for file in files:
+        Identity.generate().save(file)
+    return files
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory, keys: list[Path]) -> Path:
+    file = tmp_path_factory.mktemp("manifest") / "run.toml"
+    result = phalanx("init", str(file), "--task", SMALL, *(f"--founder={key}" for key in keys))
+    assert result.returncode == 0, result.stderr
+    return file
+
+
+BAD_INIT = {
+    "--quorum foo": "quorum: 'foo' is not one of majority, partition-safe",
+    "--bandwidth 0": "bandwidth: expected a positive number, got 0",
+    "--bandwidth=-1": "bandwidth: expected a positive number, got -1",
+    "--threads 0": "threads: expected a whole number from 1, got 0",
+    "--threads=-2": "threads: expected a whole number from 1, got -2",
+    "--steps 0": "steps: expected a whole number from 1, got 0",
+    "--gradient-time 0": "gradient_time: expected a positive number, got 0",
+    "--gradient-time nan": "gradient_time: expected a positive number, got nan",
+    "--transfer-time 0": "transfer_time: expected a positive number, got 0",
+    "--admissions 0": "admissions: expected a whole number from 1, got 0",
+    "--newcomer-probation=-1": "newcomer_probation: expected a whole number from 0, got -1",
+    "--wire int4": "wire: 'int4' is not one of float32",
+}
+
+
+@pytest.mark.parametrize("options", BAD_INIT)
+def test_a_manifest_that_cannot_be_is_one_line_and_no_file(options: str, keys: list[Path], tmp_path: Path) -> None:
+    founders = [f"--founder={key}" for key in keys]
+    result = phalanx("init", str(tmp_path / "run.toml"), "--task", SMALL, *founders, *options.split())
+    assert (result.returncode, result.stdout) == (2, "")
+    assert BAD_INIT[options] in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+BAD_START = {
+    "--threads 0": "threads: expected a whole number from 1, got 0",
+    "--threads=-1": "threads: expected a whole number from 1, got -1",
+    "--evaluate-every 0": "evaluate_every: expected a whole number from 1, got 0",
+    "--checkpoint-every=-3": "checkpoint_every: expected a whole number from 1, got -3",
+    "--attack sign_flip --every 0": "every: expected a whole number from 1, got 0",
+    "--attack sign_flip --start=-1": "start: expected a whole number from 0, got -1",
+    "--start 5": "there is no attack",
+    "--every 2": "there is no attack",
+}
+
+
+@pytest.mark.parametrize("options", BAD_START)
+def test_a_start_that_cannot_be_is_one_line_and_no_folder(
+    options: str, manifest: Path, keys: list[Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "peer"
+    result = phalanx("start", str(manifest), "--key", str(keys[0]), "--out", str(out), *options.split())
+    assert (result.returncode, result.stdout) == (2, "")
+    assert BAD_START[options] in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not out.exists()
+
+
 def test_ctrl_c_checkpoints_and_says_how_to_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["--task", SMALL, "--peers", "4", "--steps", "4000", "--seed", "3", "--json"]

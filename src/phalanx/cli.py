@@ -304,7 +304,7 @@ def start(
     shelf: ShelfOption = None,
     attack: Annotated[str | None, typer.Option(help="Cheat like this, for experiments.")] = None,
     start: Annotated[int | None, typer.Option(help="The step in which the attack begins.")] = None,
-    every: Annotated[int, typer.Option(help="The attack acts in every so-many-th step.")] = 1,
+    every: Annotated[int | None, typer.Option(help="The attack acts in every so-many-th step. [default: 1]")] = None,
     colluder: Annotated[list[str] | None, typer.Option(help="Peer id of a fellow attacker; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -312,11 +312,18 @@ def start(
     from phalanx.attacks import load_attack, set_options
     from phalanx.node import run_start
     from phalanx.show.progress import Progress
+    from phalanx.training.founding import require_whole
 
+    require_whole("start", start, 0)
+    require_whole("every", every)
     attacking = load_attack(attack) if attack is not None else None
     if attacking is not None:
-        chosen = {"every": every} | ({"start": start} if start is not None else {})
+        chosen = {"every": every if every is not None else 1} | ({"start": start} if start is not None else {})
         attacking = set_options(attacking, **chosen)
+    elif start is not None or every is not None or colluder:
+        raise LocalError(
+            "--start, --every, --colluder: there is no attack; choose one with --attack, or leave them out"
+        )
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         outcome = run_start(
             file,

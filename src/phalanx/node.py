@@ -17,7 +17,7 @@ from phalanx.core.errors import LocalError
 from phalanx.core.messages import MAX_MANIFEST
 from phalanx.events import Event
 from phalanx.training.checkpoints import write_safely
-from phalanx.training.founding import count_history, format_commented, make_network_manifest, prepare
+from phalanx.training.founding import count_history, format_commented, make_network_manifest, prepare, require_whole
 from phalanx.training.manifest import (
     NetworkManifest,
     format_manifest,
@@ -68,6 +68,9 @@ def run_start(
     shelf: bool | None = None,
 ) -> Outcome:
     """Found a run, or go on with it."""
+    counts = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "threads": threads}
+    for name, value in counts.items():
+        require_whole(name, value)
     manifest = read_network_manifest(path)
     identity = Identity.load(key_file)
     if identity.key not in manifest.founders:
@@ -98,6 +101,7 @@ def run_join(
     on_event: Callable[[Event], None] | None = None,
 ) -> Outcome:
     """Join a run that somebody at ``address`` is in."""
+    require_whole("threads", threads)
     identity = Identity.load(key_file)
     name = address.rpartition("/p2p/")[2]
     if "/p2p/" not in address:

@@ -27,6 +27,7 @@ from phalanx.core.errors import LocalError
 from phalanx.events import Event, LogFollower
 from phalanx.node import run_init
 from phalanx.training.allocation import trim_heaps
+from phalanx.training.founding import require_whole
 from phalanx.training.manifest import read_network_manifest
 from phalanx.training.recorder import EVENTS
 from phalanx.training.simulate import Result, summarize
@@ -382,12 +383,15 @@ def run_swarm(
 ) -> SwarmResult:
     """Start a swarm, watch it to its end, and tell how it went."""
     _check(peers, byzantine, kills, joins)
+    require_whole("start", attackers.start, 0)
+    require_whole("every", attackers.every)
     if out.exists():
         raise LocalError(f"{out} exists and is not overwritten; choose another folder")
     places = tuple(sorted(Random(seed).sample(range(peers), byzantine))) if attackers.attack != "none" else ()
     swarm = Swarm(out, peers, replace(attackers, places=places), kills, joins, on_event, extra)
     chosen = {"byzantine": byzantine, "seed": seed, "threads": 1, **settings}
-    chosen["gradient_time"] = chosen.get("gradient_time") or max(_CROWDED, peers)  # they share this machine's cores
+    if chosen.get("gradient_time") is None:
+        chosen["gradient_time"] = max(_CROWDED, peers)  # they share this machine's cores
     manifest = run_init(out / "run.toml", task, swarm.founders, chosen)
     trim_heaps()  # this process holds no model from now on
     net = manifest.network
