@@ -184,6 +184,20 @@ def test_a_manifest_that_cannot_be_is_one_line_and_no_file(options: str, keys: l
     assert not list(tmp_path.iterdir())
 
 
+def test_a_manifest_without_a_folder_is_bad_input(keys: list[Path], tmp_path: Path) -> None:
+    founders = [f"--founder={key}" for key in keys]
+    result = phalanx("init", str(tmp_path / "nodir" / "run.toml"), "--task", SMALL, *founders)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"phalanx: {tmp_path / 'nodir'}: there is no such folder\n"
+
+
+def test_a_founder_that_is_neither_id_nor_file_is_told_so(tmp_path: Path) -> None:
+    result = phalanx("init", str(tmp_path / "run.toml"), "--founder", "nofile.key")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "'nofile.key' is not the id of an Ed25519 peer" in result.stderr
+    assert "there is no such file" in result.stderr
+
+
 BAD_START = {
     "--threads 0": "threads: expected a whole number from 1, got 0",
     "--threads=-1": "threads: expected a whole number from 1, got -1",
@@ -227,6 +241,14 @@ def test_ctrl_c_checkpoints_and_says_how_to_resume(tmp_path: Path) -> None:
     again = phalanx("simulate", "--out", str(run), "--resume", "--stop-at", str(stopped["steps"] + 3), "--json")
     assert again.returncode == 130, again.stderr
     assert last_json(again)["steps"] == stopped["steps"] + 3
+
+
+def test_a_run_without_a_folder_that_was_stopped_kept_nothing() -> None:
+    result = phalanx("simulate", "--task", SMALL, "--peers", "4", "--stop-at", "1")
+    assert result.returncode == 130
+    assert "nothing was kept; with --out" in result.stderr
+    assert "can be resumed at" not in result.stderr
+    assert "the run can be resumed" not in result.stderr
 
 
 def test_a_full_disk_under_a_run_is_exit_1(tmp_path: Path) -> None:

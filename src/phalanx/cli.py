@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from phalanx import __version__
-from phalanx.core.crypto import Identity
+from phalanx.core.crypto import Identity, parse_peer_id
 from phalanx.core.errors import LocalError, WriteFailed
 
 if TYPE_CHECKING:
@@ -538,7 +538,13 @@ def _find_free(out: Path) -> Path:
 
 def _find_founder(text: str) -> str:
     """A founder's peer id, or that of the key in a file."""
-    return Identity.load(Path(text)).peer_id if Path(text).is_file() else text
+    if Path(text).is_file():
+        return Identity.load(Path(text)).peer_id
+    try:
+        parse_peer_id(text)
+    except LocalError as error:
+        raise LocalError(f"--founder: {error}, and there is no such file") from None
+    return text
 
 
 def _make_door(listen: list[str] | None, announce: list[str] | None, peers: list[str] | None) -> Door:

@@ -46,6 +46,8 @@ def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[s
     """Write a commented manifest; an existing file is never overwritten."""
     if path.exists():
         raise LocalError(f"{path} exists and is not overwritten: it may be the manifest of a run")
+    if not path.parent.is_dir():
+        raise LocalError(f"{path.parent}: there is no such folder")
     if not founders:
         raise LocalError("founders: expected their peer ids; phalanx keygen prints one for each key that it makes")
     manifest = make_network_manifest(task, founders, **settings)
