@@ -222,6 +222,25 @@ def test_a_start_that_cannot_be_is_one_line_and_no_folder(
     assert not out.exists()
 
 
+BAD_SWARM = {
+    "--quorum foo": "quorum: 'foo' is not one of majority, partition-safe",
+    "--task nosuch": "task 'nosuch': not one of digits",
+    "--wire int4": "wire: 'int4' is not one of float32",
+    "--every 0": "every: expected a whole number from 1, got 0",
+    "--byzantine 4": "lower byzantine to 3",
+}
+
+
+@pytest.mark.parametrize("options", BAD_SWARM)
+def test_a_swarm_that_cannot_be_is_one_line_and_no_folder(options: str, tmp_path: Path) -> None:
+    words = ["--task", SMALL, "--peers", "8", "--out", str(tmp_path / "swarm"), *options.split()]
+    result = phalanx("swarm", *words)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert BAD_SWARM[options] in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_checkpoints_and_says_how_to_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["--task", SMALL, "--peers", "4", "--steps", "4000", "--seed", "3", "--json"]

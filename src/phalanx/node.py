@@ -51,8 +51,12 @@ def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[s
     if not founders:
         raise LocalError("founders: expected their peer ids; phalanx keygen prints one for each key that it makes")
     manifest = make_network_manifest(task, founders, **settings)
-    write_safely(path, lambda place: place.write_text(format_commented(manifest), encoding="utf-8"))
+    write_manifest(path, manifest)
     return manifest
+
+
+def write_manifest(path: Path, manifest: NetworkManifest) -> None:
+    write_safely(path, lambda place: place.write_text(format_commented(manifest), encoding="utf-8"))
 
 
 def run_start(
