@@ -28,6 +28,32 @@ def test_version_is_the_packages() -> None:
     assert (result.returncode, result.stdout) == (0, f"{__version__}\n")
 
 
+DEFAULTS = {
+    "simulate": ("[default: 16]", "[default: the task's]", "[default: phalanx]"),
+    "init": ("[default: this machine's]", "[default: by bandwidth]", "[default: 2.0]"),
+    "start": ("[default: the manifest's]", "[default: /ip4/0.0.0.0/tcp/0]", "[default: named after file and key]"),
+    "join": ("[default: named after the key]",),
+    "swarm": ("[default: measured]", "[default: phalanx-swarm]"),
+}
+
+
+@pytest.mark.parametrize("command", DEFAULTS)
+def test_help_shows_what_holds_where_nothing_is_given(command: str) -> None:
+    result = phalanx(command, "--help")
+    assert result.returncode == 0
+    text = " ".join(result.stdout.split())
+    for default in DEFAULTS[command]:
+        assert default in text
+    assert "factory" not in text
+    assert "\x1b" not in result.stdout
+
+
+def test_the_list_of_commands_is_in_whole_sentences() -> None:
+    listed = phalanx("--help").stdout.partition("Commands:")[2].split("\n  ")
+    assert len(listed) > 7
+    assert all(line.rstrip().endswith(".") and "..." not in line for line in listed if line.strip())
+
+
 def test_keygen_writes_a_key_that_loads_and_prints_its_peer_id(tmp_path: Path) -> None:
     result = phalanx("keygen", str(tmp_path / "key"), "--json")
     assert result.returncode == 0
@@ -115,6 +141,106 @@ def test_a_run_that_cannot_be_is_one_line_and_exit_2(options: str) -> None:
 SMALL = f"{Path(__file__).parent / 'training' / 'small.py'}:task"
 
 
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("keys")
+    files = [folder / f"{place}.key" for place in range(4)]
+    for file in files:
+        Identity.generate().save(file)
+    return files
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory, keys: list[Path]) -> Path:
+    file = tmp_path_factory.mktemp("manifest") / "run.toml"
+    result = phalanx("init", str(file), "--task", SMALL, *(f"--founder={key}" for key in keys))
+    assert result.returncode == 0, result.stderr
+    return file
+
+
+BAD_INIT = {
+    "--quorum foo": "quorum: 'foo' is not one of majority, partition-safe",
+    "--bandwidth 0": "bandwidth: expected a positive number, got 0",
+    "--bandwidth=-1": "bandwidth: expected a positive number, got -1",
+    "--threads 0": "threads: expected a whole number from 1, got 0",
+    "--threads=-2": "threads: expected a whole number from 1, got -2",
+    "--steps 0": "steps: expected a whole number from 1, got 0",
+    "--gradient-time 0": "gradient_time: expected a positive number, got 0",
+    "--gradient-time nan": "gradient_time: expected a positive number, got nan",
+    "--transfer-time 0": "transfer_time: expected a positive number, got 0",
+    "--admissions 0": "admissions: expected a whole number from 1, got 0",
+    "--newcomer-probation=-1": "newcomer_probation: expected a whole number from 0, got -1",
+    "--wire int4": "wire: 'int4' is not one of float32",
+}
+
+
+@pytest.mark.parametrize("options", BAD_INIT)
+def test_a_manifest_that_cannot_be_is_one_line_and_no_file(options: str, keys: list[Path], tmp_path: Path) -> None:
+    founders = [f"--founder={key}" for key in keys]
+    result = phalanx("init", str(tmp_path / "run.toml"), "--task", SMALL, *founders, *options.split())
+    assert (result.returncode, result.stdout) == (2, "")
+    assert BAD_INIT[options] in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_without_a_folder_is_bad_input(keys: list[Path], tmp_path: Path) -> None:
+    founders = [f"--founder={key}" for key in keys]
+    result = phalanx("init", str(tmp_path / "nodir" / "run.toml"), "--task", SMALL, *founders)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"phalanx: {tmp_path / 'nodir'}: there is no such folder\n"
+
+
+def test_a_founder_that_is_neither_id_nor_file_is_told_so(tmp_path: Path) -> None:
+    result = phalanx("init", str(tmp_path / "run.toml"), "--founder", "nofile.key")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "'nofile.key' is not the id of an Ed25519 peer" in result.stderr
+    assert "there is no such file" in result.stderr
+
+
+BAD_START = {
+    "--threads 0": "threads: expected a whole number from 1, got 0",
+    "--threads=-1": "threads: expected a whole number from 1, got -1",
+    "--evaluate-every 0": "evaluate_every: expected a whole number from 1, got 0",
+    "--checkpoint-every=-3": "checkpoint_every: expected a whole number from 1, got -3",
+    "--attack sign_flip --every 0": "every: expected a whole number from 1, got 0",
+    "--attack sign_flip --start=-1": "start: expected a whole number from 0, got -1",
+    "--start 5": "there is no attack",
+    "--every 2": "there is no attack",
+}
+
+
+@pytest.mark.parametrize("options", BAD_START)
+def test_a_start_that_cannot_be_is_one_line_and_no_folder(
+    options: str, manifest: Path, keys: list[Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "peer"
+    result = phalanx("start", str(manifest), "--key", str(keys[0]), "--out", str(out), *options.split())
+    assert (result.returncode, result.stdout) == (2, "")
+    assert BAD_START[options] in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not out.exists()
+
+
+BAD_SWARM = {
+    "--quorum foo": "quorum: 'foo' is not one of majority, partition-safe",
+    "--task nosuch": "task 'nosuch': not one of digits",
+    "--wire int4": "wire: 'int4' is not one of float32",
+    "--every 0": "every: expected a whole number from 1, got 0",
+    "--byzantine 4": "lower byzantine to 3",
+}
+
+
+@pytest.mark.parametrize("options", BAD_SWARM)
+def test_a_swarm_that_cannot_be_is_one_line_and_no_folder(options: str, tmp_path: Path) -> None:
+    words = ["--task", SMALL, "--peers", "8", "--out", str(tmp_path / "swarm"), *options.split()]
+    result = phalanx("swarm", *words)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert BAD_SWARM[options] in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_checkpoints_and_says_how_to_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["--task", SMALL, "--peers", "4", "--steps", "4000", "--seed", "3", "--json"]
@@ -134,6 +260,14 @@ def test_ctrl_c_checkpoints_and_says_how_to_resume(tmp_path: Path) -> None:
     again = phalanx("simulate", "--out", str(run), "--resume", "--stop-at", str(stopped["steps"] + 3), "--json")
     assert again.returncode == 130, again.stderr
     assert last_json(again)["steps"] == stopped["steps"] + 3
+
+
+def test_a_run_without_a_folder_that_was_stopped_kept_nothing() -> None:
+    result = phalanx("simulate", "--task", SMALL, "--peers", "4", "--stop-at", "1")
+    assert result.returncode == 130
+    assert "nothing was kept; with --out" in result.stderr
+    assert "can be resumed at" not in result.stderr
+    assert "the run can be resumed" not in result.stderr
 
 
 def test_a_full_disk_under_a_run_is_exit_1(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from phalanx import __version__
-from phalanx.core.crypto import Identity
+from phalanx.core.crypto import Identity, parse_peer_id
 from phalanx.core.errors import LocalError, WriteFailed
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ app = typer.Typer(
     help="Train one PyTorch model together with people you do not trust.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # it would take "[default: 16]" for markup, and show nothing
     pretty_exceptions_enable=False,
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
@@ -58,7 +59,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command()
+@app.command(short_help="Make a peer's key.")
 def keygen(
     file: Annotated[Path, typer.Argument(help="Where to write the key; an existing file is never overwritten.")],
     as_json: Json = False,
@@ -72,7 +73,7 @@ def keygen(
         print(f"{identity.peer_id}\nwritten to {file}; keep it: it is this peer's name, and cannot be made again")
 
 
-@app.command()
+@app.command(short_help="Three of eight peers cheat: unprotected, and under Phalanx.")
 def demo(
     out: Annotated[
         Path, typer.Option(help="A folder for picture and report; if it exists, one with a number is made.")
@@ -96,7 +97,7 @@ def demo(
         _print_json({**compare_clipping(), **runs, **files})
 
 
-@app.command()
+@app.command(short_help="Train with a whole swarm in this process, attackers included.")
 def simulate(
     task: Annotated[
         str | None, typer.Option(help="digits, pysource, cifar10, text, or FILE.py:NAME. [default: digits]")
@@ -211,12 +212,16 @@ ShelfOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(short_help="Write the manifest of a run between machines.")
 def init(
     file: Annotated[Path, typer.Argument(help="The manifest to write; an existing file is never overwritten.")],
     founder: Annotated[
         list[str],
-        typer.Option(help="Peer id of a founder, or the file of its key; once for each.", default_factory=list),
+        typer.Option(
+            help="Peer id of a founder, or the file of its key; once for each.",
+            default_factory=list,
+            show_default=False,
+        ),
     ],
     task: Annotated[str, typer.Option(help="digits, pysource, cifar10, text, or FILE.py:NAME.")] = "digits",
     byzantine: Annotated[int, typer.Option(help="Members that may do anything, at most.")] = 0,
@@ -299,7 +304,7 @@ def start(
     shelf: ShelfOption = None,
     attack: Annotated[str | None, typer.Option(help="Cheat like this, for experiments.")] = None,
     start: Annotated[int | None, typer.Option(help="The step in which the attack begins.")] = None,
-    every: Annotated[int, typer.Option(help="The attack acts in every so-many-th step.")] = 1,
+    every: Annotated[int | None, typer.Option(help="The attack acts in every so-many-th step. [default: 1]")] = None,
     colluder: Annotated[list[str] | None, typer.Option(help="Peer id of a fellow attacker; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -307,11 +312,18 @@ def start(
     from phalanx.attacks import load_attack, set_options
     from phalanx.node import run_start
     from phalanx.show.progress import Progress
+    from phalanx.training.founding import require_whole
 
+    require_whole("start", start, 0)
+    require_whole("every", every)
     attacking = load_attack(attack) if attack is not None else None
     if attacking is not None:
-        chosen = {"every": every} | ({"start": start} if start is not None else {})
+        chosen = {"every": every if every is not None else 1} | ({"start": start} if start is not None else {})
         attacking = set_options(attacking, **chosen)
+    elif start is not None or every is not None or colluder:
+        raise LocalError(
+            "--start, --every, --colluder: there is no attack; choose one with --attack, or leave them out"
+        )
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         outcome = run_start(
             file,
@@ -329,7 +341,7 @@ def start(
     _say_outcome(outcome, as_json)
 
 
-@app.command()
+@app.command(short_help="Join a run that others are in.")
 def join(
     address: Annotated[str, typer.Argument(help="Of anybody in the run, e.g. /ip4/1.2.3.4/tcp/5555/p2p/12D3KooW...")],
     key: Key,
@@ -453,7 +465,7 @@ def swarm(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help="Simulate runs with random faults, and check every invariant.")
 def fuzz(
     seeds: Annotated[str, typer.Option(help="Which seeds, A:B, without B.")],
     peers: Annotated[int | None, typer.Option(help="Founders, instead of a drawn number.")] = None,
@@ -526,7 +538,13 @@ def _find_free(out: Path) -> Path:
 
 def _find_founder(text: str) -> str:
     """A founder's peer id, or that of the key in a file."""
-    return Identity.load(Path(text)).peer_id if Path(text).is_file() else text
+    if Path(text).is_file():
+        return Identity.load(Path(text)).peer_id
+    try:
+        parse_peer_id(text)
+    except LocalError as error:
+        raise LocalError(f"--founder: {error}, and there is no such file") from None
+    return text
 
 
 def _make_door(listen: list[str] | None, announce: list[str] | None, peers: list[str] | None) -> Door:

@@ -17,7 +17,7 @@ from phalanx.core.errors import LocalError
 from phalanx.core.messages import MAX_MANIFEST
 from phalanx.events import Event
 from phalanx.training.checkpoints import write_safely
-from phalanx.training.founding import format_commented, make_network_manifest, prepare
+from phalanx.training.founding import count_history, format_commented, make_network_manifest, prepare, require_whole
 from phalanx.training.manifest import (
     NetworkManifest,
     format_manifest,
@@ -46,11 +46,17 @@ def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[s
     """Write a commented manifest; an existing file is never overwritten."""
     if path.exists():
         raise LocalError(f"{path} exists and is not overwritten: it may be the manifest of a run")
+    if not path.parent.is_dir():
+        raise LocalError(f"{path.parent}: there is no such folder")
     if not founders:
         raise LocalError("founders: expected their peer ids; phalanx keygen prints one for each key that it makes")
     manifest = make_network_manifest(task, founders, **settings)
-    write_safely(path, lambda place: place.write_text(format_commented(manifest), encoding="utf-8"))
+    write_manifest(path, manifest)
     return manifest
+
+
+def write_manifest(path: Path, manifest: NetworkManifest) -> None:
+    write_safely(path, lambda place: place.write_text(format_commented(manifest), encoding="utf-8"))
 
 
 def run_start(
@@ -68,6 +74,9 @@ def run_start(
     shelf: bool | None = None,
 ) -> Outcome:
     """Found a run, or go on with it."""
+    counts = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "threads": threads}
+    for name, value in counts.items():
+        require_whole(name, value)
     manifest = read_network_manifest(path)
     identity = Identity.load(key_file)
     if identity.key not in manifest.founders:
@@ -98,6 +107,7 @@ def run_join(
     on_event: Callable[[Event], None] | None = None,
 ) -> Outcome:
     """Join a run that somebody at ``address`` is in."""
+    require_whole("threads", threads)
     identity = Identity.load(key_file)
     name = address.rpartition("/p2p/")[2]
     if "/p2p/" not in address:
@@ -122,7 +132,7 @@ def _take_part(
     manifest: NetworkManifest, key_file: Path, spec: str, settings: Settings, threads: int | None
 ) -> Outcome:
     task = load_task(spec, dict(manifest.task.options))
-    prepared = prepare(manifest, task, _say, threads)
+    prepared = prepare(manifest, task, _say, threads, count_history(settings.attack))
     settings.on_ready, settings.say = _say_where, _say
     member = Member(manifest, prepared.config, key_file, prepared.solo, settings, prepared.gradients)
     with _on_interrupt(member.leave):

@@ -36,7 +36,7 @@ def run_simulate(
         out = out.absolute()  # a task's file may change the folder
     if stop_at is not None and stop_at < 1:
         raise LocalError(f"--stop-at: expected a step from 1, got {stop_at}")
-    with listen_for_interrupts() as is_interrupted, Progress() as progress:
+    with listen_for_interrupts(keeps=out is not None) as is_interrupted, Progress() as progress:
 
         def stop(step: int) -> bool:
             return is_interrupted() or (stop_at is not None and step >= stop_at)
@@ -51,8 +51,8 @@ def run_simulate(
 
 
 @contextmanager
-def listen_for_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks to stop; a second one stops at once."""
+def listen_for_interrupts(keeps: bool = True) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks to stop; a second one stops at once. ``keeps``: whether there will be a checkpoint."""
     asked = False
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -60,9 +60,8 @@ def listen_for_interrupts() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        print(
-            "phalanx: stopping after this step, with a checkpoint; press Ctrl-C again to stop at once", file=sys.stderr
-        )
+        how = "with a checkpoint" if keeps else "keeping nothing, since there is no --out"
+        print(f"phalanx: stopping after this step, {how}; press Ctrl-C again to stop at once", file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, hear)
     try:
@@ -135,7 +134,8 @@ def format_command(manifest: Manifest) -> str:
     words += [("defense", simulation.defense), ("steps", run.steps), ("validators", run.validators)]
     words += [("tau", "auto" if clip.tau is None else clip.tau), ("seed", run.seed), ("batch", task.batch)]
     words += [("optimizer", f"{name}={json.dumps(value).strip(chr(34))}") for name, value in manifest.optimizer.items()]
-    words += [("method", run.method), ("clip", clip.cap)] if run.method == "btard-clipped-sgd" else []
+    words += [("method", run.method)] if run.method != "none" else []
+    words += [("clip", clip.cap)]  # as it was given or measured: the number, so that it is the same anywhere
     words += [("wire", run.wire), ("device", run.device)]
     options = (f"--{name} {shlex.quote(str(value))}" for name, value in words if value is not None)
     return " ".join(["phalanx simulate", *options])
@@ -154,3 +154,5 @@ def _say_goodbye(result: Result) -> None:
         print(f"written to {result.out}; the event log ends in {result.log_head}", file=sys.stderr)
     if result.interrupted and result.out is not None:
         print(f"go on with: phalanx simulate --out {result.out} --resume", file=sys.stderr)
+    elif result.interrupted:
+        print("nothing was kept; with --out FOLDER a run that was stopped can be resumed", file=sys.stderr)

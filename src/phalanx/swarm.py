@@ -25,8 +25,9 @@ from phalanx import events
 from phalanx.core.crypto import Identity
 from phalanx.core.errors import LocalError
 from phalanx.events import Event, LogFollower
-from phalanx.node import run_init
+from phalanx.node import write_manifest
 from phalanx.training.allocation import trim_heaps
+from phalanx.training.founding import make_network_manifest, require_whole
 from phalanx.training.manifest import read_network_manifest
 from phalanx.training.recorder import EVENTS
 from phalanx.training.simulate import Result, summarize
@@ -164,7 +165,9 @@ class Swarm:
         on_event: Callable[[Event], None],
         extra: Mapping[int, Sequence[str]] | None = None,
         ground: Ground = Ground(),  # noqa: B008 (it is frozen)
+        identities: Sequence[Identity] = (),
     ) -> None:
+        self._identities = identities  # of the first peers, if they were made before
         self._ground = ground
         self.folder, self._peers, self._attackers = out, peers, attackers
         self._kills, self._joins, self._on_event = list(kills), list(joins), on_event
@@ -185,7 +188,7 @@ class Swarm:
         folder = self.folder / f"peer-{place:02d}"
         folder.mkdir(parents=True)
         key_file = folder / "peer.key"
-        identity = Identity.generate()
+        identity = self._identities[place] if place < len(self._identities) else Identity.generate()
         identity.save(key_file)
         address = f"/ip4/{self._ground.host(place)}/tcp/{_find_port()}/p2p/{identity.peer_id}"
         return Process(place, folder, key_file, identity, address)
@@ -382,13 +385,19 @@ def run_swarm(
 ) -> SwarmResult:
     """Start a swarm, watch it to its end, and tell how it went."""
     _check(peers, byzantine, kills, joins)
+    require_whole("start", attackers.start, 0)
+    require_whole("every", attackers.every)
     if out.exists():
         raise LocalError(f"{out} exists and is not overwritten; choose another folder")
     places = tuple(sorted(Random(seed).sample(range(peers), byzantine))) if attackers.attack != "none" else ()
-    swarm = Swarm(out, peers, replace(attackers, places=places), kills, joins, on_event, extra)
     chosen = {"byzantine": byzantine, "seed": seed, "threads": 1, **settings}
-    chosen["gradient_time"] = chosen.get("gradient_time") or max(_CROWDED, peers)  # they share this machine's cores
-    manifest = run_init(out / "run.toml", task, swarm.founders, chosen)
+    if chosen.get("gradient_time") is None:
+        chosen["gradient_time"] = max(_CROWDED, peers)  # they share this machine's cores
+    identities = [Identity.generate() for _ in range(peers)]
+    manifest = make_network_manifest(task, [identity.peer_id for identity in identities], **chosen)
+    attackers = replace(attackers, places=places)
+    swarm = Swarm(out, peers, attackers, kills, joins, on_event, extra, identities=identities)  # makes its folders
+    write_manifest(out / "run.toml", manifest)
     trim_heaps()  # this process holds no model from now on
     net = manifest.network
     patience = _PATIENCE + 20 * net.delta + 4 * (net.gradient_time + net.transfer_time)

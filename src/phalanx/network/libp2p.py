@@ -348,9 +348,7 @@ def _find_hivemind() -> Path:
     spec = importlib.util.find_spec("hivemind")  # finds it without running any of it
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     if not places or not (package := Path(places[0])).joinpath("hivemind_cli", "p2pd").is_file():
-        raise LocalError(
-            "the network needs hivemind, which is not here; install it with: pip install 'phalanx[network]'"
-        )
+        raise LocalError("the network needs hivemind, which is not here; install it with: pip install -e '.[network]'")
     return package
 
 
@@ -358,7 +356,7 @@ def _load_schema(package: Path) -> ModuleType:
     """The messages of the control protocol, as hivemind's copy of the schema has them."""
     spec = importlib.util.spec_from_file_location("phalanx_p2pd_pb2", package / "proto" / "p2pd_pb2.py")
     if spec is None or spec.loader is None:
-        raise LocalError("hivemind lacks proto/p2pd_pb2.py; install it again: pip install 'phalanx[network]'")
+        raise LocalError("hivemind lacks proto/p2pd_pb2.py; install it again: pip install -e '.[network]'")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

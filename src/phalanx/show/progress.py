@@ -102,7 +102,7 @@ class Track:
             self.done = event.step
             self.tell(f"resumed at step {event.step}")
         elif isinstance(event, Interrupted):
-            self.tell(f"interrupted at step {event.step}; the run can be resumed", "yellow")
+            self.tell(f"interrupted at step {event.step}", "yellow")
         elif isinstance(event, RunFinished):
             self.finished = True
             if self.started is not None:

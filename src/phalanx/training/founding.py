@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from msgspec import structs
 
+from phalanx.attacks import Attack, list_parts
+from phalanx.attacks.gradients import Delayed
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError
@@ -35,6 +38,8 @@ BANDWIDTH = 100.0
 _SLACK = 5.0  # a gradient may take so many times longer than where it was measured
 _TRANSFERS = 3.0  # a transfer so many times longer than the bandwidth allows
 _TIMED = 3  # gradients that are timed
+_QUORUMS = ("majority", "partition-safe")
+_MOST = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,17 @@ def make_network_manifest(
     """A manifest for ``founders`` (peer ids), with scales and times as measured on this machine."""
     for text in founders:
         parse_peer_id(text)
+    for name, value in {"steps": steps, "batch": batch, "threads": threads, "admissions": admissions}.items():
+        require_whole(name, value)
+    for name, value in {"byzantine": byzantine, "outages": outages, "newcomer_probation": newcomer_probation}.items():
+        require_whole(name, value, 0)
+    times = {"delta": delta, "gradient_time": gradient_time, "transfer_time": transfer_time}
+    for name, number in {**times, "bandwidth": bandwidth}.items():
+        require_positive(name, number)
+    if quorum not in _QUORUMS:
+        raise LocalError(f"quorum: {quorum!r} is not one of {', '.join(_QUORUMS)}")
+    if wire not in WIRE_TYPES:
+        raise LocalError(f"wire: {wire!r} is not one of {', '.join(WIRE_TYPES)}")
     peers = len(founders)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -100,14 +116,18 @@ def make_network_manifest(
         code=compute_code_digest(task),
     )
     solo = Solo(gradients, make_optimizer(plan.optimizer, plan.run.steps, gradients.sizes))
-    bytes_moved = 2 * WIRE_TYPES.get(wire, WIRE_TYPES["float32"]).count_bytes(gradients.size)
+    if gradient_time is None:
+        gradient_time = round(max(1.0, _SLACK * time_gradient(solo)), 1)
+    if transfer_time is None:
+        bits = 8 * 2 * WIRE_TYPES[wire].count_bytes(gradients.size)
+        transfer_time = round(max(1.0, _TRANSFERS * bits / (bandwidth * 1e6)), 1)
     manifest = NetworkManifest(
         **structs.asdict(plan),
         network=NetworkSection(
             founders=list(founders),
             delta=delta,
-            gradient_time=gradient_time or round(max(1.0, _SLACK * time_gradient(solo)), 1),
-            transfer_time=transfer_time or round(max(1.0, _TRANSFERS * 8 * bytes_moved / (bandwidth * 1e6)), 1),
+            gradient_time=gradient_time,
+            transfer_time=transfer_time,
             quorum=quorum,  # type: ignore[arg-type]
             lower=tolerance[0] if tolerance is not None else None,
             upper=tolerance[1] if tolerance is not None else None,
@@ -123,10 +143,13 @@ def make_network_manifest(
     return manifest
 
 
-def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None], threads: int | None = None) -> Prepared:
+def prepare(
+    manifest: NetworkManifest, task: Task, say: Callable[[str], None], threads: int | None = None, history: int = 0
+) -> Prepared:
     """Check that this machine holds the same data and computes the same; :class:`LocalError` says what differs.
 
-    ``threads`` may be another number than the manifest's where the run tolerates other platforms.
+    ``threads`` may be another number than the manifest's where the run tolerates other platforms; ``history`` is of how
+    many past steps this peer keeps the parameters (:func:`count_history`).
     """
     section, run, net = manifest.task, manifest.run, manifest.network
     task = replace(task, batch=section.batch)
@@ -140,8 +163,10 @@ def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None], t
             f"threads: {threads}, and the run, which compares gradients bit for bit, has {run.threads}; "
             "leave --threads out"
         )
-    if torch.get_num_threads() != (threads or run.threads):
-        torch.set_num_threads(threads or run.threads)
+    threads = threads if threads is not None else run.threads
+    require_whole("threads", threads)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
     here = describe_platform(run.device)
     if net.lower is None and here != net.platform:
         raise LocalError(
@@ -150,7 +175,7 @@ def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None], t
         )
     gradients = Gradients(task, run.seed, run.device)
     gradients.require_repeatable()
-    solo = Solo(gradients, make_optimizer(manifest.optimizer, run.steps, gradients.sizes))
+    solo = Solo(gradients, make_optimizer(manifest.optimizer, run.steps, gradients.sizes), history)
     if solo.start_digest.hex() != net.state:
         raise LocalError(
             "the initial parameters differ from the run's: the software here draws others; install the versions that "
@@ -170,6 +195,24 @@ def prepare(manifest: NetworkManifest, task: Task, say: Callable[[str], None], t
         say(f"a gradient takes {seconds:.1f} s here, more than half of the {net.gradient_time:g} s that the run allows")
     config = manifest.make_config(manifest.founders, gradients.size, solo.start_digest).check()
     return Prepared(config, gradients, solo, seconds)
+
+
+def require_whole(name: str, value: int | None, low: int = 1) -> None:
+    """If a number was given, it is whole and not below ``low``."""
+    if value is not None and (type(value) is not int or not low <= value < _MOST):
+        raise LocalError(f"{name}: expected a whole number from {low}, got {value!r}")
+
+
+def require_positive(name: str, value: float | None) -> None:
+    """If a number was given, it is above 0, and there is an end to it."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise LocalError(f"{name}: expected a positive number, got {value!r}")
+
+
+def count_history(attack: Attack | None) -> int:
+    """Of how many past steps an attacker wants the parameters."""
+    parts = list_parts(attack) if attack is not None else ()
+    return max((part.delay for part in parts if isinstance(part, Delayed)), default=0)
 
 
 def time_gradient(solo: Solo) -> float:

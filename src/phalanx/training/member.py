@@ -194,12 +194,13 @@ class Member:
 
     def _make_recorder(self, evaluator: Any) -> Recorder:
         settings, steps = self._settings, self._manifest.run.steps
+        evaluate_every, checkpoint_every = settings.evaluate_every, settings.checkpoint_every
         resumes = (settings.out / EVENTS).exists()
         recorder = Recorder(
             evaluator,
             steps=steps,
-            evaluate_every=settings.evaluate_every or max(1, steps // 40),
-            checkpoint_every=settings.checkpoint_every or max(1, steps // 20),
+            evaluate_every=evaluate_every if evaluate_every is not None else max(1, steps // 40),
+            checkpoint_every=checkpoint_every if checkpoint_every is not None else max(1, steps // 20),
             out=settings.out,
             resume=resumes,
             on_event=settings.on_event,

@@ -34,6 +34,7 @@ from phalanx.events import Event
 from phalanx.network.ideal import make_signers
 from phalanx.show.story import tell
 from phalanx.training.checkpoints import FOLDER, Checkpoint, find_latest, read_checkpoint, write_safely
+from phalanx.training.founding import count_history, require_whole
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.machine import Workshop
 from phalanx.training.manifest import (
@@ -54,7 +55,6 @@ MANIFEST = "manifest.toml"
 PHALANX = "phalanx"
 DEFENSES = (PHALANX, *BASELINES)
 
-_MOST = 1 << 31
 _STAND_INS = tuple(bytes([number]) * 32 for number in range(1, 5))
 
 
@@ -168,8 +168,8 @@ def simulate(
             every=every,
             delay=delay,
             attackers=sorted(Random(seed).sample(range(peers), byzantine)),
-            evaluate_every=evaluate_every or max(1, plan.run.steps // 40),
-            checkpoint_every=checkpoint_every or max(1, plan.run.steps // 4),
+            evaluate_every=evaluate_every if evaluate_every is not None else max(1, plan.run.steps // 40),
+            checkpoint_every=checkpoint_every if checkpoint_every is not None else max(1, plan.run.steps // 4),
         ),
     )
     folder = None
@@ -227,8 +227,7 @@ def _run(
 ) -> Result:
     run, simulation = manifest.run, manifest.simulation
     optimizer = make_optimizer(manifest.optimizer, run.steps, gradients.sizes)
-    history = max((part.delay for part in list_parts(attack) if isinstance(part, Delayed)), default=0)
-    workshop = Workshop(gradients, optimizer, history)
+    workshop = Workshop(gradients, optimizer, count_history(attack))
     signers, verify = make_signers(run.peers, run.seed, ideal=False)
     keys = tuple(signer.key for signer in signers)
     config = manifest.make_config(keys, gradients.size, workshop.start_digest)
@@ -350,9 +349,7 @@ def _check(peers: int, byzantine: int, start: int, every: int, defense: str, **c
     lowest = {"peers": 1, "byzantine": 0, "start": 0, "every": 1}
     given = {"peers": peers, "byzantine": byzantine, "start": start, "every": every, **counts}
     for name, value in given.items():
-        low = lowest.get(name, 1)
-        if value is not None and (type(value) is not int or not low <= value < _MOST):
-            raise LocalError(f"{name}: expected a whole number from {low}, got {value!r}")
+        require_whole(name, value, lowest.get(name, 1))
     if byzantine > peers:
         raise LocalError(f"byzantine: expected 0 to {peers}, the number of peers, got {byzantine}")
 

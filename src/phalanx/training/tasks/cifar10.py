@@ -202,7 +202,7 @@ def _decode_image(data: bytes, what: str) -> Bytes:
     try:
         from PIL import Image
     except ImportError:
-        raise LocalError("task 'cifar10': JPEG images need another package: pip install phalanx[images]") from None
+        raise LocalError("task 'cifar10': JPEG images need another package: pip install -e '.[images]'") from None
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
             if image.size != _SHAPE[1:]:

@@ -100,7 +100,7 @@ def _require_transformers() -> None:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        raise LocalError("task 'text': model albert needs another package: pip install phalanx[albert]") from None
+        raise LocalError("task 'text': model albert needs another package: pip install -e '.[albert]'") from None
 
 
 def make_albert(context: int, width: int, layers: int, heads: int) -> nn.Module:
