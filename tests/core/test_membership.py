@@ -365,10 +365,10 @@ def test_only_steps_that_count_are_served_and_places_are_given_back() -> None:
     assert view.candidates == (Candidate(key, 1, 9, 0),)
     view = go(config, go(config, view, served={key}))
     assert view.candidates == (Candidate(key, 1, 9, 1),)
-    for _ in range(6):
+    for _ in range(12):
         assert view.candidates
         view = go(config, view)
-    assert view.candidates == (), "who has missed more than six steps gives its place to another"
+    assert view.candidates == (), "who has missed more than twelve steps gives its place to another"
 
 
 def test_probationers_are_few_not_members_and_never_banned_keys() -> None:

@@ -141,7 +141,7 @@ def test_what_is_wrong_with_the_start_is_said(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(LocalError, match="keygen"):
         start(tmp_path / "none", LOOPBACK[0])
     monkeypatch.setattr(libp2p.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LocalError, match=r"phalanx\[network\]"):
+    with pytest.raises(LocalError, match=r"\.\[network\]"):
         start(key, LOOPBACK[0])
 
 

@@ -788,6 +788,11 @@ def fetch_state(peer: Peer, server: bytes) -> Story:
 
 def linger(peer: Peer) -> Story:
     """The run is over: answer those who are not as far."""
+    if not peer.member and peer.base != peer.view:  # what is only sealed may be replaced: those who voted would know
+        end = peer.time + (8 + 2 * (peer.view.bound + 2)) * peer.config.delta
+        while peer.time < end:
+            yield Broadcast(peer.choose_some(), m.PullChain(peer.base.height))
+            yield from peer.listen(min(end, peer.time + peer.config.delta))
     yield Note(RunFinished(peer.view))
     end = peer.time + 60 * peer.config.delta
     while peer.time < end:
