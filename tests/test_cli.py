@@ -171,6 +171,9 @@ BAD_INIT = {
     "--admissions 0": "admissions: expected a whole number from 1, got 0",
     "--newcomer-probation=-1": "newcomer_probation: expected a whole number from 0, got -1",
     "--wire int4": "wire: 'int4' is not one of float32",
+    "--lambda 0": "clip: expected a positive number, got 0",
+    "--method btard-clipped-sgd": "method btard-clipped-sgd: expected a length to which gradients are scaled",
+    "--method foo": "method 'foo' is unknown; expected one of btard-sgd",
 }
 
 

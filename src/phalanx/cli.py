@@ -248,6 +248,12 @@ def init(
     optimizer: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE, e.g. name=adamw, rate=0.01; may be repeated.")
     ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="The paper's: btard-sgd, btard-clipped-sgd, restarted-btard-sgd.")
+    ] = None,
+    clip: Annotated[
+        float | None, typer.Option("--clip", "--lambda", help="Scale gradients to this length: btard-clipped-sgd.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the task, e.g. data=FOLDER; may be repeated.")
     ] = None,
@@ -277,6 +283,8 @@ def init(
         "newcomer_probation": newcomer_probation,
         "admissions": admissions,
         "optimizer": _parse_settings(optimizer, "optimizer"),
+        "method": method,
+        "clip": clip,
         "options": _parse_pairs(option, "option"),
     }
     with contextlib.redirect_stdout(sys.stderr):

@@ -10,6 +10,7 @@ from phalanx import node
 from phalanx.attacks import Attack, combine
 from phalanx.attacks.gradients import Delayed, SignFlip
 from phalanx.core.crypto import Identity
+from phalanx.training.manifest import read_network_manifest
 from phalanx.training.solo import Solo
 
 SMALL = f"{Path(__file__).parent / 'small.py'}:task"
@@ -57,3 +58,13 @@ def test_others_keep_no_parameters_of_the_past(
     seed = bytes(32)
     initial = solo.compute_earlier(0, seed, 1)
     assert torch.equal(solo.compute_earlier(4, seed, 2), initial)
+
+
+@pytest.mark.parametrize("method", ["btard-sgd", "btard-clipped-sgd", "restarted-btard-sgd"])
+def test_the_methods_of_the_paper_are_there_between_machines_too(method: str, tmp_path: Path) -> None:
+    founders = [Identity.generate().peer_id for _ in range(4)]
+    settings = {"gradient_time": 60.0, "method": method, "clip": 0.25 if method == "btard-clipped-sgd" else None}
+    manifest = node.run_init(tmp_path / "run.toml", SMALL, founders, settings)
+    assert manifest.run.method == method
+    assert (manifest.clipping.cap == 0.25) == (method == "btard-clipped-sgd")
+    assert read_network_manifest(tmp_path / "run.toml") == manifest

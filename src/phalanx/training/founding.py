@@ -49,7 +49,6 @@ class Prepared:
     config: Config
     gradients: Gradients
     solo: Solo
-    gradient_seconds: float
 
 
 def make_network_manifest(
@@ -88,7 +87,7 @@ def make_network_manifest(
     for name, value in {"byzantine": byzantine, "outages": outages, "newcomer_probation": newcomer_probation}.items():
         require_whole(name, value, 0)
     times = {"delta": delta, "gradient_time": gradient_time, "transfer_time": transfer_time}
-    for name, number in {**times, "bandwidth": bandwidth}.items():
+    for name, number in {**times, "bandwidth": bandwidth, "clip": clip}.items():
         require_positive(name, number)
     if quorum not in _QUORUMS:
         raise LocalError(f"quorum: {quorum!r} is not one of {', '.join(_QUORUMS)}")
@@ -194,7 +193,7 @@ def prepare(
     if seconds > 0.5 * net.gradient_time:
         say(f"a gradient takes {seconds:.1f} s here, more than half of the {net.gradient_time:g} s that the run allows")
     config = manifest.make_config(manifest.founders, gradients.size, solo.start_digest).check()
-    return Prepared(config, gradients, solo, seconds)
+    return Prepared(config, gradients, solo)
 
 
 def require_whole(name: str, value: int | None, low: int = 1) -> None:

@@ -87,7 +87,6 @@ class Settings:
     attack: Attack | None = None
     """What this peer does to the others, for experiments."""
     colluders: Sequence[bytes] = ()
-    plot_seed: int = 0
     on_event: Callable[[Event], None] | None = None
     patience: float = 600.0
     """Seconds to wait for the other founders."""
@@ -287,7 +286,7 @@ class Member:
         story = run_made_peer(peer, returning=not together)
         if attack is None:
             return story
-        plot = Plot(keys=set(self._settings.colluders), random=Random(self._settings.plot_seed))
+        plot = Plot(keys=set(self._settings.colluders), random=Random(0))
         return attack.wrap(story, Insider(self._identity, self._config, plot, oracle=self._solo))
 
     # ---- Watching
