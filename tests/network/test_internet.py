@@ -161,11 +161,11 @@ def test_a_minority_is_cut_off(net: Network, tmp_path: Path, delta: float, secon
 def test_halves_wait_for_each_other(net: Network, tmp_path: Path) -> None:
     """Four of eight are no strict majority: nobody goes on, and when they meet again all do."""
     split = Split(net, [range(4), range(4, 8)], at=4, seconds=40.0)
-    story = run_on(net, tmp_path / "swarm", split=split, byzantine=1, outages=3, steps=20, delta=1.0)
+    story = run_on(net, tmp_path / "swarm", split=split, byzantine=1, outages=3, steps=60, delta=1.0)
     assert split.before is not None, "the network was never cut"
     assert split.after == split.before, "somebody finished a step with half of the members"
     story.check()
-    assert story.found.result.steps == 20
+    assert story.found.result.steps == 60
 
 
 # ---- Two machines, and what their users type
