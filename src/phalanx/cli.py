@@ -34,6 +34,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Method = Annotated[str | None, typer.Option(help="The paper's: btard-sgd, btard-clipped-sgd, restarted-btard-sgd.")]
+Clip = Annotated[
+    float | None, typer.Option("--clip", "--lambda", help="Scale gradients to this length: btard-clipped-sgd.")
+]
+Optimizer = Annotated[list[str] | None, typer.Option(help="NAME=VALUE, e.g. name=adamw, rate=0.01; may be repeated.")]
+TaskOption = Annotated[
+    list[str] | None, typer.Option(help="NAME=VALUE for the task, e.g. data=FOLDER; may be repeated.")
+]
 
 
 def main() -> None:
@@ -130,20 +138,12 @@ def simulate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of everything random. [default: 0]")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows of a peer's batch. [default: the task's]")] = None,
-    optimizer: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE, e.g. name=adamw, rate=0.01; may be repeated.")
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="The paper's: btard-sgd, btard-clipped-sgd, restarted-btard-sgd.")
-    ] = None,
-    clip: Annotated[
-        float | None, typer.Option("--clip", "--lambda", help="Scale gradients to this length: btard-clipped-sgd.")
-    ] = None,
+    optimizer: Optimizer = None,
+    method: Method = None,
+    clip: Clip = None,
     wire: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or int8. [default: float32]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE for the task, e.g. data=FOLDER; may be repeated.")
-    ] = None,
+    option: TaskOption = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     out: Annotated[
@@ -245,18 +245,10 @@ def init(
     probation: Annotated[int, typer.Option(help="Steps of a returning member without weight.")] = 12,
     newcomer_probation: Annotated[int, typer.Option(help="The same for a newcomer; 0: as the odds ask for.")] = 0,
     admissions: Annotated[int, typer.Option(help="Newcomers on probation at the same time.")] = 1,
-    optimizer: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE, e.g. name=adamw, rate=0.01; may be repeated.")
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="The paper's: btard-sgd, btard-clipped-sgd, restarted-btard-sgd.")
-    ] = None,
-    clip: Annotated[
-        float | None, typer.Option("--clip", "--lambda", help="Scale gradients to this length: btard-clipped-sgd.")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE for the task, e.g. data=FOLDER; may be repeated.")
-    ] = None,
+    optimizer: Optimizer = None,
+    method: Method = None,
+    clip: Clip = None,
+    option: TaskOption = None,
     as_json: Json = False,
 ) -> None:
     """Write the manifest of a run between machines, with times measured on this one."""
@@ -413,8 +405,8 @@ def swarm(
         list[str] | None,
         typer.Option("--join", help="P@STEP: a new peer joins, or a killed one comes back; may be repeated."),
     ] = None,
-    optimizer: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, e.g. rate=0.01; may be repeated.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the task; may be repeated.")] = None,
+    optimizer: Optimizer = None,
+    option: TaskOption = None,
     out: Annotated[Path, typer.Option(help="A folder for all peers; if it exists, one with a number is made.")] = Path(
         "phalanx-swarm"
     ),

@@ -308,6 +308,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tau": -1.0}, "tau: expected a positive number"),
     ({"method": "sgd"}, "method 'sgd' is unknown; expected one of btard-sgd"),
     ({"method": "btard-clipped-sgd"}, "expected a length to which gradients are scaled"),
+    ({"clip": 0.0}, "clip: expected a positive number, got 0"),
     ({"optimizer": {"name": "adam"}}, "optimizer: name = 'adam'"),
     ({"wire": "int4"}, "wire: 'int4' is not one of"),
     ({"peers": 40, "byzantine": 2}, "33 parameters cannot be cut into 40 parts"),

@@ -34,7 +34,7 @@ from phalanx.events import Event
 from phalanx.network.ideal import make_signers
 from phalanx.show.story import tell
 from phalanx.training.checkpoints import FOLDER, Checkpoint, find_latest, read_checkpoint, write_safely
-from phalanx.training.founding import count_history, require_whole
+from phalanx.training.founding import count_history, require_positive, require_whole
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.machine import Workshop
 from phalanx.training.manifest import (
@@ -142,6 +142,7 @@ def simulate(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
     )
+    require_positive("clip", clip)
     attacking = set_options(attacking, start=start, every=every)
     if delay is not None:
         attacking = _set_delay(attacking, delay)
