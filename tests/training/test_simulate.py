@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from phalanx.core.envelope import Examiner
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.membership import decode_view
 from phalanx.core.messages import Phase
-from phalanx.events import read_events
+from phalanx.events import Event, read_events
 from phalanx.network.ideal import make_signers
 from phalanx.training import checkpoints
 from phalanx.training.checkpoints import check_certificate, find_latest, read_certificate, read_checkpoint
 from phalanx.training.gradients import Gradients
 from phalanx.training.manifest import read_manifest
 from phalanx.training.optimizers import compute_state_digest
-from phalanx.training.recorder import read_transcript
+from phalanx.training.recorder import Recorder, read_transcript
 from phalanx.training.simulate import DEFENSES, Result, resume, simulate
 
 TASK = f"{Path(__file__).with_name('small.py')}:task"
@@ -237,9 +238,9 @@ def test_an_attack_right_before_a_stop_is_still_found(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    result = simulate(TASK, **ATTACKED, out=run)
-    assert read_events(run / "events.jsonl") == result.events
+    run, told = tmp_path / "run", list[Event]()
+    result = simulate(TASK, **ATTACKED, out=run, on_event=told.append)
+    assert read_events(run / "events.jsonl") == result.events == told
     manifest = read_manifest(run / "manifest.toml")
     assert manifest.run.peers == 7
     epochs = read_transcript(run / "transcript.bin")
@@ -251,6 +252,20 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     model.load_state_dict(load_file(folder / "model.safetensors"))
     right = (model(task.test.tensors[0]).argmax(-1) == task.test.tensors[1]).float().mean()
     assert float(right) == pytest.approx(result.final_metric)
+
+
+def test_events_that_are_in_the_folder_are_not_in_memory_too(tmp_path: Path) -> None:
+    recorder = Recorder(Gradients(task), steps=1, evaluate_every=1, checkpoint_every=1, out=tmp_path)
+    tracemalloc.start()
+    for step in range(1000):
+        recorder.add(events.Evaluated(step, 0.5))
+        if step == 100:
+            before, _ = tracemalloc.get_traced_memory()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    recorder.close()
+    assert after - before < 20_000  # an event takes some hundred bytes
+    assert recorder.events == [events.Evaluated(step, 0.5) for step in range(1000)]
 
 
 def test_a_checkpoint_is_certified_by_the_members(tmp_path: Path) -> None:

@@ -207,13 +207,14 @@ class Member:
             timed=True,
             holds_state=False,
         )
-        if not recorder.events:
+        told = recorder.events
+        if not told:
             recorder.add(self._announce(evaluator))
         elif settings.on_event is not None:  # who watches from now on should know what is going on
-            for event in recorder.events:
+            for event in told:
                 if isinstance(event, events.RunStarted | events.Banned):
                     settings.on_event(event)
-        for event in recorder.events:
+        for event in told:
             if isinstance(event, events.Joined):
                 self._index.setdefault(bytes.fromhex(event.key), len(self._index))
         return recorder
@@ -420,12 +421,13 @@ class Member:
         self._give_up_at(time.monotonic() + _LINGER * self._config.delta)
 
     def _sum_up(self) -> Outcome:
-        steps = [event for event in self._recorder.events if isinstance(event, events.StepFinished)]
+        told = self._recorder.events
+        steps = [event for event in told if isinstance(event, events.StepFinished)]
         return Outcome(
             peer_id=format_peer_id(self._key),
             steps=max((event.step + 1 for event in steps), default=0),
             final_metric=self._recorder.metric,
-            metric_name=next(e for e in self._recorder.events if isinstance(e, events.RunStarted)).metric_name,
+            metric_name=next(event for event in told if isinstance(event, events.RunStarted)).metric_name,
             state_digest=self._view.state.hex(),
             member=self._key in self._view.roster,
             banned=self._banned,

@@ -43,7 +43,7 @@ class Recorder:
     ) -> None:
         self._holds_state = holds_state
         self._lock = _lock(out) if out is not None else None
-        self.events: list[Event] = events.read_events(out / EVENTS) if out is not None and resume else []
+        self._events: list[Event] = []
         self.state: State | None = None
         """Of the last checkpoint."""
         self.metric: float | None = None
@@ -58,6 +58,11 @@ class Recorder:
         if out is not None:
             self._log = EventLog(out / EVENTS, resume=resume, timed=timed)
             self._transcript = _open_transcript(out / TRANSCRIPT)
+
+    @property
+    def events(self) -> list[Event]:
+        """All that was taken down so far. Where there is a folder it is read from there: a long run has millions."""
+        return self._events if self._out is None else events.read_events(self._out / EVENTS)
 
     @property
     def log_head(self) -> str | None:
@@ -80,7 +85,8 @@ class Recorder:
                 self._log.add(event)
             except OSError as error:
                 raise WriteFailed(f"{self._out}/{EVENTS}: could not be written: {error.strerror or error}") from error
-        self.events.append(event)
+        else:
+            self._events.append(event)
         if self._on_event is not None:
             self._on_event(event)
 
@@ -119,8 +125,9 @@ class Recorder:
     def release(self, checkpoint: Checkpoint) -> None:
         """Nothing is left to do: the run has been at its end before. It may have been killed before it said so."""
         self.state = checkpoint.states[checkpoint.step]
-        if not any(isinstance(event, events.RunFinished) for event in self.events):
-            measured = [event.metric for event in self.events if isinstance(event, events.Evaluated)]
+        told = self.events
+        if not any(isinstance(event, events.RunFinished) for event in told):
+            measured = [event.metric for event in told if isinstance(event, events.Evaluated)]
             digest = compute_state_digest(self.state).hex()
             self.add(events.RunFinished(checkpoint.step, measured[-1] if measured else None, digest))
 

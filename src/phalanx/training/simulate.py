@@ -253,8 +253,8 @@ def _run(
         if "label_flip" in simulation.attack and task.poison is None:
             raise LocalError(f"attack label_flip: task {task.name!r} does not say what false labels are (Task.poison)")
         started = _announce(manifest, task, config)
-        if resumed and recorder.events:
-            _require_same(recorder.events[0], started, out)
+        if resumed and (told := recorder.events):
+            _require_same(told[0], started, out)
         else:
             recorder.add(started)
         if checkpoint is not None and checkpoint.run != config.run:
