@@ -702,7 +702,7 @@ bug(
 )
 bug(
     "V4: gradients are not checked",
-    ("check_commit", "if compute_root([hash_part(part) for part in mine]) != root:", "if False:"),
+    ("check_commit", "return Verdict.GUILTY, ()", "return Verdict.INNOCENT, ()"),
     peers=5,
     steps=3,
     seed=2,
@@ -812,8 +812,8 @@ bug(
     "steps of probation count that nobody saw",
     (
         "_advance_candidates",
-        "served=candidate.served + (candidate.key in served)",
-        "served=candidate.served + 1",
+        "more = (candidate.key in served) - 2 * (candidate.key in unshown)",
+        "more = 1",
     ),
     peers=5,
     steps=9,

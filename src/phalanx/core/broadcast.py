@@ -28,7 +28,7 @@ from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath
 from phalanx.core.membership import compute_quorum, compute_roster_digest, encode_view
 from phalanx.core.messages import AgreedBody, Phase, Signed
-from phalanx.core.peer import Lost, Peer, compute_item_digest
+from phalanx.core.peer import Lost, Peer, compute_item_digest, weigh_items
 from phalanx.core.slowpath import SEALING, Resolution, Seen, get_successor, is_agreed, is_valid_alarm, resolve
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 
@@ -170,8 +170,8 @@ class _Exchange:
     round: int
     seen: Seen = field(default_factory=Seen)
     accepted: set[bytes] = field(default_factory=set)
-    supporters: set[bytes] = field(default_factory=set)
-    """Members whose first message of this exchange was looked at: one set of letters from each."""
+    supports: dict[bytes, Values] = field(default_factory=dict)
+    """What each member itself put in for this height: the first letter of each sender."""
     certificate: list[Letter] | None = None
     prepared: list[Letter] | None = None
     shown: set[bytes] = field(default_factory=set)
@@ -208,23 +208,23 @@ class _Exchange:
         return True
 
     def note_gossip(self, member: bytes, gossip: m.Gossip) -> None:
-        """What a member put in, taken together: the first letter of each sender at this height."""
-        if member in self.supporters or member not in self.epoch.view.roster:
-            return
-        firsts: Values = {}
-        for relay in gossip.items:
+        """What a member put in, in one message or several: what it passes on bears an endorsement, this does not."""
+        letters: Values = {}
+        for relay in gossip.items if member in self.epoch.view.roster else ():
             message = relay.messages[0]
-            if message.height == self.height and message.domain is Domain.AGREED and message.run == self.peer.run:
+            own = message.height == self.height and message.domain is Domain.AGREED and not relay.endorsements
+            if own and message.run == self.peer.run and message.sender not in self.supports.get(member, ()):
                 letter = self.peer.examiner.examine(message)
                 if letter is not None:
-                    firsts.setdefault(message.sender, letter)
-        self.note_support(member, firsts)
+                    letters.setdefault(message.sender, letter)
+        if letters:
+            self.note_support(member, letters)
 
     def note_support(self, member: bytes, letters: Values) -> None:
-        roster = self.epoch.view.roster
-        self.supporters.add(member)
-        if all(key in letters for key in roster):
-            values = {key: letters[key] for key in roster}
+        roster, held = self.epoch.view.roster, self.supports.setdefault(member, {})
+        held |= letters
+        if all(key in held for key in roster):
+            values = {key: held[key] for key in roster}
             self.seen.supports[compute_values_root(roster, values)] = values
 
     def _is_complete(self, letters: Sequence[Letter]) -> bool:
@@ -237,6 +237,8 @@ class _Exchange:
 
     def _is_prepared(self, letters: Sequence[Letter]) -> bool:
         view = self.epoch.view
+        if not all(isinstance(x.body, m.Outcome) for x in letters):
+            return False
         bodies = {_core(x) for x in letters}
         places = (self.height, self.height + 1)  # whoever came down from the next height brings what it holds of it
         signers = {x.message.sender for x in letters if x.message.height in places} & set(view.roster)
@@ -345,7 +347,8 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
             own.append(m.Relay((letter.message,), ()))
     if exchange.prepared is not None:
         own.append((yield from _endorse(exchange, exchange.prepared, ())))
-    yield Broadcast(others, m.Gossip(height, round_, tuple(own)))
+    for items in _split(own):
+        yield Broadcast(others, m.Gossip(height, round_, items))
     start = peer.now
     end = start + (view.bound + 1) * length
     while True:
@@ -364,6 +367,19 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
         yield from peer.receive(end)
         _look_below(peer, height)
         _look_ahead(peer, exchange.epoch, height, round_)
+
+
+def _split(items: Sequence[m.Relay]) -> list[tuple[m.Relay, ...]]:
+    """Items in as many groups as they need, so that each fits a frame."""
+    groups: list[list[m.Relay]] = [[]]
+    weight = 0
+    for item in items:
+        weight += weigh_items((item,))
+        if weight > m.MAX_FRAME // 4 and groups[-1]:
+            groups.append([])
+            weight = weigh_items((item,))
+        groups[-1].append(item)
+    return [tuple(group) for group in groups]
 
 
 def _held(peer: Peer, roster: Sequence[bytes], height: int, round_: int) -> list[Letter]:
@@ -583,6 +599,9 @@ def _await_round(
     while True:
         yield from _say_failed(peer, epoch, height, round_ + 1, prepared, others)
         yield Broadcast(others, m.PullChain(peer.base.height))
+        for digest in sorted(peer.lacking - peer.cases.keys()):
+            peer.asked.add(("case", peer.view.step, digest))
+            yield Broadcast(others, m.PullProof(digest))
         end = peer.now + 4 * delta
         while peer.now < end:
             _look_below(peer, height)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from phalanx.core import messages as m
+from phalanx.core.config import Config
 from phalanx.core.crypto import compute_commitment
 from phalanx.core.effects import Begin, Broadcast, ComputeGradient, Effect, Story
 from phalanx.core.envelope import Examiner, Letter
 from phalanx.core.justice import Case
-from phalanx.core.membership import compute_batch_seed
+from phalanx.core.membership import View, compute_batch_seed, find_record, has_concluded
 from phalanx.core.merkle import compute_root, hash_part, verify_path
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.partition import compute_part_sizes, split_parts
@@ -20,6 +21,7 @@ from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
     ACCUSER_MARGIN,
+    LATER_MARGIN,
     compare_gradients,
     compute_report,
     decode_aggregates,
@@ -81,11 +83,19 @@ def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
     return [peer.readings.get(place) for place in places]
 
 
-def check_commit(peer: Peer, transcript: Transcript, target: bytes, accusing: bool = False) -> Story:
-    """V4: recompute ``target``'s gradient of that attempt, its root, and all its reports.
+def check_commit(
+    peer: Peer,
+    transcript: Transcript,
+    target: bytes,
+    accusing: bool = False,
+    named: Collection[int] = (),
+    accusers: Sequence[bytes] = (),
+) -> Story:
+    """V4: recompute ``target``'s gradient of that attempt, its root, and its reports: on all parts, ``named`` at least.
 
     Who is about to accuse allows for more rounding than those who will vote: else a report on the edge could be wrong
-    for one and right for the others.
+    for one and right for the others. Reports count only where the step was taken: in an attempt that died some may hold
+    a report, or an aggregate, that others never saw, and nobody could say what it held against it.
     """
     view, count = transcript.view, len(transcript.view.roster)
     root = peer.get_commitment(transcript, target)
@@ -104,11 +114,16 @@ def check_commit(peer: Peer, transcript: Transcript, target: bytes, accusing: bo
     if compute_root([hash_part(part) for part in mine]) != root:
         if peer.config.tolerance is None:
             return Verdict.GUILTY, ()
-        parts = yield from _fetch_parts(peer, transcript, target)
+        parts = yield from _fetch_parts(peer, transcript, target, accusers)
         verdict = _compare(peer, parts, mine)
         if verdict is not Verdict.INNOCENT:
             return verdict, ()
-    wrong = _find_wrong_reports(peer, transcript, target, parts, ACCUSER_MARGIN if accusing else 1.0)
+    if target not in transcript.duties.contributors or not has_concluded(peer.view, view.step, view.attempt):
+        return Verdict.INNOCENT, ()  # nothing came of what it reported
+    if not transcript.is_reported or any(read_aggregates(peer, transcript)[part] is None for part in named):
+        return Verdict.NOT_RECEIVED, ()
+    margin = LATER_MARGIN * (ACCUSER_MARGIN if accusing else 1.0)
+    wrong = _find_wrong_reports(peer, transcript, target, parts, margin)
     return (Verdict.GUILTY if wrong else Verdict.INNOCENT), wrong
 
 
@@ -124,32 +139,37 @@ def make_charge(
 
 
 def _compare(peer: Peer, parts: dict[int, Piece], mine: Sequence[Piece]) -> Verdict:
-    """Tolerant: the committed bytes against my own gradient, over the parts that could be had."""
-    if not parts:
-        return Verdict.NOT_RECEIVED
+    """Tolerant: the committed bytes against my own gradient. Those that are not here convict and clear nobody."""
     assert peer.config.tolerance is not None
     sizes = compute_part_sizes(peer.config.size, len(mine))
-    theirs, ours = [], []
-    for part, data in sorted(parts.items()):
-        tensor, valid = read_part(data, sizes[part], peer.wire, peer.config.cap)
+    ours = [read_part(data, size, peer.wire, peer.config.cap)[0] for data, size in zip(mine, sizes, strict=True)]
+    theirs = list(ours)
+    for part, data in parts.items():
+        theirs[part], valid = read_part(data, sizes[part], peer.wire, peer.config.cap)
         if not valid:
             return Verdict.GUILTY
-        theirs.append(tensor)
-        ours.append(read_part(mine[part], sizes[part], peer.wire, peer.config.cap)[0])
-    return compare_gradients(theirs, ours, peer.config.tolerance.lower, peer.config.tolerance.upper)
+    verdict = compare_gradients(theirs, ours, peer.config.tolerance.lower, peer.config.tolerance.upper)
+    return verdict if verdict is Verdict.GUILTY or len(parts) == len(mine) else Verdict.NOT_RECEIVED
 
 
-def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes) -> Story:
-    """The committed bytes, from their owner or from the aggregators that got them."""
-    view = transcript.view
+def find_fetch_time(config: Config) -> float:
+    """Seconds that a check may wait for the target's bytes: only a tolerant one needs them."""
+    return 5 * config.delta + 2 * config.transfer_time if config.tolerance is not None else 0.0
+
+
+def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes, accusers: Sequence[bytes]) -> Story:
+    """The committed bytes: from the aggregators that got them, then also from their owner and from who accuses it."""
+    view, delta = transcript.view, peer.config.delta
     places = [(view.step, view.attempt, owner, part) for part in range(len(view.roster))]
+    later = peer.time + delta + peer.config.transfer_time  # the owner could not serve all of it to everybody
 
     def ask() -> Iterable[Effect]:
         for place in places:
             if not peer.has_part(place):
-                yield from ask_part(peer, place, (owner, view.roster[place[3]]))
+                more = (owner, *accusers) if peer.time >= later else ()
+                yield from ask_part(peer, place, (view.roster[place[3]], *more))
 
-    until = peer.time + 3 * peer.config.delta + peer.config.transfer_time
+    until = peer.time + find_fetch_time(peer.config) - delta
     yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, until)
     return {place[3]: data for place in places if (data := peer.get_part(place)) is not None}
 
@@ -189,6 +209,17 @@ def _find_wrong_reports(
     )
 
 
+def fetch_trial(peer: Peer, transcript: Transcript, target: bytes) -> Story:
+    """The commit of a probationer as the majority has listed it, in case it sent me another."""
+    digest = transcript.served.get(target)
+    if digest is None or peer.get_trial(transcript, target) is not None:
+        return
+    peer.asked.add(("trial", peer.view.step, digest))
+    pull = Broadcast(peer.others, m.PullMessages(transcript.view.height, (target,)))
+    until = peer.time + 2 * peer.config.delta
+    yield from fetch(peer, lambda: peer.get_trial(transcript, target) is not None, lambda: (pull,), until)
+
+
 # ---- Ballots
 
 
@@ -198,6 +229,7 @@ def check_case(peer: Peer, case: Case, until: float) -> Story:
         transcript = peer.transcripts.get((case.suspect.step, case.suspect.attempt))
         if transcript is None:
             return Verdict.NOT_RECEIVED
+        yield from fetch_trial(peer, transcript, case.suspect.key)
         verdict, wrong = yield from check_commit(peer, transcript, case.suspect.key, accusing=True)
         if wrong:  # whoever let its lies pass is still here: the next CONFIRM says so
             peer.charges.append(make_charge(transcript, case.suspect.key, wrong))
@@ -268,15 +300,16 @@ def _check_part(peer: Peer, part: int) -> Verdict:
 def _check_accusation(peer: Peer, charge: m.Accusation, accusers: Sequence[bytes], until: float) -> Story:
     """Whether an accusation is true. What it quotes must be what was agreed."""
     transcript = peer.transcripts.get((charge.step, charge.attempt))
-    known = {(record.step, record.attempt) for record in peer.view.attempts} | {(peer.view.step, peer.view.attempt)}
-    if (charge.step, charge.attempt) not in known:
+    if not is_kept(peer.view, charge.step, charge.attempt):
         return Verdict.INNOCENT  # nothing of that attempt can be charged any more
     if transcript is None or Phase.COMMIT not in transcript.phases:
         return Verdict.NOT_RECEIVED
     if not _quotes_agreed(peer, transcript, charge):
         return Verdict.INNOCENT
     if charge.rule is Rule.GRADIENT:
-        verdict, wrong = yield from check_commit(peer, transcript, charge.accused)
+        count = len(transcript.view.roster)
+        named = tuple(part for part in charge.parts if part < count)
+        verdict, wrong = yield from check_commit(peer, transcript, charge.accused, named=named, accusers=accusers)
         if verdict is Verdict.GUILTY and (bool(charge.parts) != bool(wrong) or not set(charge.parts) <= set(wrong)):
             return Verdict.INNOCENT
         return verdict
@@ -300,6 +333,11 @@ def _check_accusation(peer: Peer, charge: m.Accusation, accusers: Sequence[bytes
         bad = all(not read_part(data, sizes[part], peer.wire, peer.config.cap)[1] for part, data in parts.items())
         return Verdict.GUILTY if bad else Verdict.INNOCENT
     return _check_report(peer, transcript, charge, parts)
+
+
+def is_kept(view: View, step: int, attempt: int) -> bool:
+    """Whether what was said in this attempt can still be charged."""
+    return (step, attempt) == (view.step, view.attempt) or find_record(view, step, attempt) is not None
 
 
 def _quotes_agreed(peer: Peer, transcript: Transcript, charge: m.Accusation) -> bool:

@@ -17,14 +17,17 @@ from phalanx.core.config import AutomaticTau, Config
 from phalanx.core.crypto import compute_commitment, compute_digest
 from phalanx.core.envelope import Letter
 from phalanx.core.membership import (
+    Caught,
     Changes,
-    Committed,
     Complaint,
     Suspect,
     View,
     draw_targets,
+    find_record,
     finish_step,
+    has_concluded,
     note_commits,
+    note_ending,
     note_targets,
     retry_step,
 )
@@ -69,6 +72,8 @@ class Decision:
     corrections: dict[tuple[bytes, int], tuple[float, ...]] = field(default_factory=dict)
     undecided: set[bytes] = field(default_factory=set)
     """Accusers whose accusation found no majority either way."""
+    accomplices: dict[bytes, Offence] = field(default_factory=dict)
+    """Aggregators who let a wrong report pass."""
 
     def ban(self, key: bytes, offence: Offence) -> None:
         held = self.banned.get(key)
@@ -221,7 +226,8 @@ class Case:
 
 def make_agenda(config: Config, transcript: Transcript) -> tuple[Case, ...]:
     view, cases = transcript.view, {}
-    for suspect in view.suspects:
+    unshown = {suspect for suspect in find_unshown(config, transcript).values() if suspect.key in view.roster}
+    for suspect in (*find_heard(view), *unshown):
         place = suspect.step.to_bytes(8, "little") + suspect.attempt.to_bytes(8, "little")
         digest = compute_digest("suspect", suspect.key, place)
         cases[digest] = Case(digest, suspect=suspect)
@@ -234,14 +240,38 @@ def make_agenda(config: Config, transcript: Transcript) -> tuple[Case, ...]:
         if isinstance(letter.body, m.Confirm):
             for digest in letter.body.accusations[:share]:
                 accusers.setdefault(digest, []).append(key)
-    cases |= {digest: Case(digest, tuple(keys)) for digest, keys in accusers.items()}
+    for digest, keys in accusers.items():
+        cases.setdefault(digest, Case(digest, tuple(keys)))
     return tuple(cases[digest] for digest in sorted(cases))
+
+
+def find_heard(view: View) -> list[Suspect]:
+    """The suspects that are voted on now: the oldest first, as many as leave room for parts, checks and accusations."""
+    oldest = sorted(view.suspects, key=lambda suspect: (suspect.step, suspect.attempt, suspect.key))
+    return oldest[: MAX_BALLOTS - 3 * len(view.roster)]
+
+
+def find_unshown(config: Config, transcript: Transcript) -> dict[tuple[bytes, bytes], Suspect]:
+    """Tolerant: whose bytes its checker says it did not get, by checker and target. Everybody asks members for them."""
+    view = transcript.view
+    last = next((record for record in reversed(view.attempts) if record.step == view.step - 1), None)
+    if config.tolerance is None or last is None:
+        return {}
+    said = {
+        (key, finding.target)
+        for key, letter in (transcript.reports or {}).items()
+        if isinstance(letter.body, m.Report)
+        for finding in letter.body.findings
+        if finding.verdict is Verdict.NOT_RECEIVED
+    }
+    checks = {(check.checker, check.target) for check in transcript.duties.checks}
+    return {pair: Suspect(pair[1], last.step, last.attempt) for pair in sorted(said & checks)}
 
 
 def get_share(transcript: Transcript) -> int:
     """How many accusations of one member fit the agenda."""
-    parts, suspects = len(transcript.view.roster), len(transcript.view.suspects)
-    return max(1, (MAX_BALLOTS - parts - suspects) // parts)
+    parts, suspects = len(transcript.view.roster), len(find_heard(transcript.view))
+    return (MAX_BALLOTS - 2 * parts - suspects) // parts
 
 
 def find_cut(transcript: Transcript) -> set[bytes]:
@@ -249,6 +279,15 @@ def find_cut(transcript: Transcript) -> set[bytes]:
     share = get_share(transcript)
     confirms = transcript.phases.get(Phase.CONFIRM, {})
     return {k for k, x in confirms.items() if isinstance(x.body, m.Confirm) and len(x.body.accusations) > share}
+
+
+def find_excused(transcript: Transcript, decision: Decision) -> set[bytes]:
+    """Members who may know of lies that nobody was convicted of: no vote came of what they said, or they left."""
+    confirms = transcript.phases.get(Phase.CONFIRM, {})
+    heard = {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm)}
+    unheard = {key for key, reason in decision.removed.items() if reason == _UNHEARD}
+    silent = {*transcript.view.roster} - heard
+    return silent | unheard | decision.undecided | find_cut(transcript) | find_leaving(transcript)
 
 
 def find_distant(config: Config, transcript: Transcript) -> list[int]:
@@ -345,7 +384,7 @@ def _decide_votes(
 ) -> None:
     view = transcript.view
     votes = _get_vote_evidence(transcript)
-    acquitted = []
+    acquitted, unshown = [], []
     verdicts: dict[bytes, Verdict | None] = {}
     for case in agenda:
         if case.suspect is not None:
@@ -358,6 +397,9 @@ def _decide_votes(
                 decision.ban(suspect.key, Offence(Rule.GRADIENT, suspect.step, reason, votes))
             if verdict is not None or view.step >= config.steps:  # else it is voted on again, as long as it is kept
                 acquitted.append(suspect)
+            lacking = sum(_ballots(transcript, case.digest).get(key) is Verdict.NOT_RECEIVED for key in voters)
+            if config.tolerance is not None and verdict is None and lacking > view.bound:
+                unshown.append(suspect.key)
         elif case.accusers and is_received(transcript, case):
             charge = cases[case.digest]
             step, attempt = get_place(charge)
@@ -365,6 +407,9 @@ def _decide_votes(
             voters = find_voters(transcript, step, attempt) - {get_accused(charge)}
             verdicts[case.digest] = _tally(transcript, case.digest, voters)
     decision.acquitted = tuple(acquitted)
+    if len(set(unshown)) <= view.bound:  # else it was not they: messages took longer than delta
+        for key in set(unshown) & {*view.roster}:
+            decision.remove(key, "did not show its gradient when all asked for it")
     decision.undecided = {
         key for case in agenda if verdicts.get(case.digest, Verdict.GUILTY) is None for key in case.accusers
     }
@@ -383,6 +428,10 @@ def _decide_votes(
                 break
             if verdicts[digest] is Verdict.GUILTY:
                 _convict(config, transcript, cases[digest], votes, decision)
+    strangers = {*view.banned, *(candidate.key for candidate in view.candidates)}
+    if len((decision.banned.keys() | decision.accomplices.keys()) - strangers) <= view.bound:  # else it was not they
+        for key, offence in decision.accomplices.items():
+            decision.ban(key, offence)
 
 
 def _get_vote_evidence(transcript: Transcript) -> tuple[Signed, ...]:
@@ -419,15 +468,14 @@ def _convict(
         for place, part in enumerate(charge.parts):
             decision.corrections[accused, part] = charge.sums[place::width]
     elif rule is Rule.GRADIENT:
-        record = _find_record(transcript.view, step, attempt)
+        record = find_record(transcript.view, step, attempt)
+        if record is None or not has_concluded(transcript.view, step, attempt):
+            return
         for part in charge.parts:
-            if record is not None and part < len(record.roster):
+            aggregator = record.roster[part] if part < len(record.roster) else accused
+            if aggregator not in (accused, *record.excused) and Caught(accused, part) not in record.caught:
                 reason = "let a wrong report on its aggregate pass"
-                decision.ban(record.roster[part], Offence(Rule.REPORT, step, reason, votes, charge))
-
-
-def _find_record(view: View, step: int, attempt: int) -> Committed | None:
-    return next((r for r in view.attempts if (r.step, r.attempt) == (step, attempt)), None)
+                decision.accomplices[aggregator] = Offence(Rule.REPORT, step, reason, votes, charge)
 
 
 def _decide_norms(transcript: Transcript, agenda: tuple[Case, ...], decision: Decision) -> None:
@@ -482,8 +530,7 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
                 failing[view.roster[part]] = Offence(Rule.SUM, view.step, reason, evidence)
     if len(failing) > view.bound:
         return  # more than there can be attackers: it was not they, and the step is tried again
-    corrected_parts = {view.roster[part] for _, part in decision.corrections}
-    cut = find_cut(transcript) & corrected_parts  # it named more liars than fit: those convicted go in its place
+    cut = find_cut(transcript)  # it named more liars than fit: those convicted go in its place
     for key, offence in failing.items():
         if key in decision.undecided:  # it may be right about those who lied; but no attempt is lost for free
             decision.remove(key, "its aggregate is off balance, and nobody can tell whose fault that is")
@@ -510,6 +557,7 @@ def find_complaints(config: Config, transcript: Transcript) -> list[Complaint]:
     for key, letter in transcript.phases.get(Phase.AGGREGATE, {}).items():
         if isinstance(letter.body, m.Aggregate):
             found += [Complaint(view.step, key, view.roster[i]) for i in letter.body.missing]
+    found += [Complaint(view.step, *pair) for pair in find_unshown(config, transcript) if pair[1] in view.roster]
     return found if len(_find_quarrellers(config, view, found)) <= view.bound else []
 
 
@@ -598,6 +646,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
     if decision.wrong or decision.state is None or transcript.randomness is None:
         return make_retry(config, transcript, decision, height, previous)
     view = note_progress(config, transcript, height)
+    view = note_ending(view, find_excused(transcript, decision), decision.corrections)
     norms = _get_norms(transcript)
     automatic = isinstance(config.tau, AutomaticTau)  # else nobody asks for the scale
     scale = median(map(median, zip(*norms, strict=False))) if norms and automatic else None
@@ -615,6 +664,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         scale=scale,
         complaints=find_complaints(config, transcript),
         served=find_served(transcript),
+        unshown={target for _, target in find_unshown(config, transcript)},
         joins=[key for key, count in asked.items() if count > transcript.view.bound],
         acquitted=decision.acquitted,
     )

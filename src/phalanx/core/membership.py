@@ -58,6 +58,13 @@ class Check(_Record, frozen=True):
     target: bytes
 
 
+class Caught(_Record, frozen=True):
+    """Whose wrong report on a part was found in the attempt itself."""
+
+    key: bytes
+    part: int
+
+
 class Committed(_Record, frozen=True):
     """An attempt whose COMMIT was complete: who took part, who contributed, and who was on trial."""
 
@@ -66,6 +73,9 @@ class Committed(_Record, frozen=True):
     roster: tuple[bytes, ...]
     contributors: tuple[bytes, ...]
     trials: tuple[bytes, ...]
+    excused: tuple[bytes, ...] = ()
+    """Members that could not have all they held against others decided."""
+    caught: tuple[Caught, ...] = ()
 
 
 class Suspect(_Record, frozen=True):
@@ -292,6 +302,24 @@ def note_commits(view: View, contributors: tuple[bytes, ...], trials: tuple[byte
     return msgspec.structs.replace(view, attempts=(*view.attempts, record))
 
 
+def find_record(view: View, step: int, attempt: int) -> Committed | None:
+    return next((record for record in view.attempts if (record.step, record.attempt) == (step, attempt)), None)
+
+
+def has_concluded(view: View, step: int, attempt: int) -> bool:
+    """Whether this attempt took its step. Of others not all members know all that was said."""
+    last = [record.attempt for record in view.attempts if record.step == step]
+    return step < view.step and last[-1:] == [attempt]
+
+
+def note_ending(view: View, excused: Iterable[bytes], caught: Iterable[tuple[bytes, int]]) -> View:
+    """The view with what its last attempt left undecided, and whom it caught."""
+    *others, last = view.attempts
+    pairs = tuple(Caught(*pair) for pair in sorted(caught))
+    last = msgspec.structs.replace(last, excused=tuple(sorted(excused)), caught=pairs)
+    return msgspec.structs.replace(view, attempts=(*others, last))
+
+
 def note_targets(view: View, targets: Iterable[bytes]) -> View:
     """The view with targets that this attempt's randomness has drawn, in case the attempt dies."""
     return msgspec.structs.replace(view, carried=tuple(dict.fromkeys((*view.carried, *targets))))
@@ -311,6 +339,7 @@ def finish_step(
     complaints: Sequence[Complaint],
     served: Collection[bytes],
     joins: Sequence[bytes],
+    unshown: Collection[bytes] = (),
     acquitted: Collection[Suspect] = (),
 ) -> View:
     """The view of the next step."""
@@ -326,7 +355,7 @@ def finish_step(
             if key in view.roster
         }
         view = msgspec.structs.replace(view, suspects=tuple(sorted({*view.suspects, *everybody})))
-    view, graduates = _advance_candidates(config, view, served, joins, randomness, step)
+    view, graduates = _advance_candidates(config, view, served, unshown, joins, randomness, step)
     known = {count.key for count in view.absences}
     roster = view.roster + tuple(graduates)
     strangers = sum(key not in known for key in graduates)
@@ -367,15 +396,26 @@ def _draw_trial_checks(
 
 
 def _advance_candidates(
-    config: Config, view: View, served: Collection[bytes], joins: Sequence[bytes], randomness: bytes, step: int
+    config: Config,
+    view: View,
+    served: Collection[bytes],
+    unshown: Collection[bytes],
+    joins: Sequence[bytes],
+    randomness: bytes,
+    step: int,
 ) -> tuple[View, list[bytes]]:
-    """Count the steps served; let in whoever is done; put on probation as many of those who asked as may be."""
+    """Count the steps served; let in whoever is done; put on probation as many of those who asked as may be.
+
+    A step whose bytes its checker did not get counts as minus one. Checkers may lie, but most are honest: on the whole
+    who shows what it computes gets on, and who does not falls behind.
+    """
     if not view.candidates and not joins:
         return view, []
     room = len(view.roster)
     graduates, staying = [], []
     for candidate in view.candidates:
-        candidate = msgspec.structs.replace(candidate, served=candidate.served + (candidate.key in served))
+        more = (candidate.key in served) - 2 * (candidate.key in unshown)
+        candidate = msgspec.structs.replace(candidate, served=candidate.served + more)
         if candidate.served >= candidate.term:
             graduates.append(candidate.key)
         elif step - candidate.since - candidate.served <= _MOST_MISSED:  # who does not show up gives way to others

@@ -22,15 +22,16 @@ from msgspec import Meta, Struct
 
 from phalanx.core.crypto import DIGEST_SIZE, KEY_SIZE, SIGNATURE_SIZE, Domain
 
-# Chosen together: a certificate of any phase, or a quorum of outcomes, fits one frame even for the largest roster.
+# Chosen together: a certificate of any phase, an alarm, or a quorum of outcomes fits one frame even for the largest
+# roster, and even if all of it is garbage.
 MAX_MEMBERS = 256
 MAX_PROJECTIONS = 8
 MAX_CASES = 64
-MAX_BALLOTS = 512
+MAX_BALLOTS = 4 * MAX_MEMBERS
 MAX_OPENINGS = 1024
 MAX_LINKS = 64
 MAX_VIEW = 1 << 17
-MAX_BODY = 1 << 18
+MAX_BODY = 60 * 1024
 MAX_CHUNK = 1 << 20
 MAX_MANIFEST = 1 << 16
 MAX_FRAME = 1 << 24

@@ -44,7 +44,10 @@ _TICK = 1e-6
 _ASKED_AT_ONCE = 3
 _ROUNDS = 8
 _MOST_TRIALS = 4
-_GOSSIP_BYTES = 1 << 23
+_GOSSIP_BYTES = 1 << 22
+_GOSSIP_BYTES_EACH = 1 << 18
+"""What is kept of one member's gossip, and more for each member: four messages of each, and what comes with them."""
+_SIGNED_BYTES = 400  # of a message beside its body
 """Of one member in one round of a slow path, before the message that goes beyond it."""
 _STATE_BYTES = 64
 """No state has more bytes than this for each coordinate: parameters, and what optimizers keep of them."""
@@ -142,6 +145,8 @@ class Peer:
         """Accused key to the digest of a proof against it that nobody has acted on yet."""
         self.charges: list[m.Accusation] = []
         """What I found about those who left, for my next CONFIRM."""
+        self.lacking: set[bytes] = set()
+        """Cases that a slow path cannot end without."""
         self.joins: dict[bytes, Letter] = {}
         self.asked: set[tuple[Any, ...]] = set()
         self.answers: dict[tuple[bytes, type], tuple[float, int]] = {}
@@ -729,9 +734,16 @@ def _on_pull_chain(peer: Peer, sender: bytes, message: m.PullChain) -> Story:
     latest = max(begun, key=lambda epoch: epoch.view.height, default=None)  # mine, or while gradients are made the last
     if latest is not None and latest.view.height > max([message.height, *(link[0].height for link in links)]):
         links.append((latest.view, tuple(letter.message for letter in latest.phases[Phase.COMMIT].values())))
-    found = tuple(m.Link(encode_view(view), messages) for view, messages in links[: m.MAX_LINKS])
+    found: list[m.Link] = []
+    weight = 0
+    for view, messages in links[: m.MAX_LINKS]:
+        link = m.Link(encode_view(view), messages)
+        weight += len(link.view) + weigh_messages(messages)
+        if found and weight > m.MAX_FRAME // 2:
+            break  # whoever needs more asks again
+        found.append(link)
     if found:
-        yield Send(sender, m.Chain(found))
+        yield Send(sender, m.Chain(tuple(found)))
 
 
 def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
@@ -750,6 +762,8 @@ def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
             break
         if later.roster != view.roster:
             peer.remember_link(later, certificate)
+        for signed in certificate:  # whoever has to show later what it goes by must hold it
+            yield from peer.take(signed)
         view, adopted = later, Lost(later, certificate)
         final = certificate[0].domain is Domain.OUTCOME or certificate[0].phase is Phase.COMMIT
         if final and not peer.member:  # what is only sealed may still be replaced by a slow path
@@ -758,7 +772,6 @@ def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
         above = adopted.view.height > peer.view.height
         if above or (peer.astray and adopted.view.height == peer.view.height):
             peer.adopted = adopted
-    yield from ()
 
 
 def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
@@ -805,6 +818,15 @@ def compute_item_digest(letters: Iterable[Letter]) -> bytes:
     return compute_digest("item", *(letter.digest for letter in letters))
 
 
+def weigh_messages(messages: Iterable[Signed]) -> int:
+    """About as many bytes as these messages have, on the wire or in memory."""
+    return sum(_SIGNED_BYTES + len(message.body) for message in messages)
+
+
+def weigh_items(items: Iterable[m.Relay]) -> int:
+    return sum(weigh_messages(relay.messages) + weigh_messages(relay.endorsements) for relay in items)
+
+
 def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
     if sender in peer.circle and peer.level - 1 <= message.height <= peer.level + _FUTURE_HEIGHTS:
         places = [place for place, queues in peer.gossip.items() if sender in queues]
@@ -815,8 +837,9 @@ def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
             if not peer.gossip[oldest]:
                 del peer.gossip[oldest]
         queue = peer.gossip.setdefault(place, {}).setdefault(sender, [])
-        held = sum(len(x.body) for gossip in queue for relay in gossip.items for x in relay.messages)
-        if len(queue) < 8 * len(peer.circle) + 64 and held < _GOSSIP_BYTES:
+        rounds = (queues.get(sender, ()) for queues in peer.gossip.values())
+        held = sum(weigh_items(gossip.items) for queue in rounds for gossip in queue)
+        if held + weigh_items(message.items) <= _GOSSIP_BYTES + len(peer.circle) * _GOSSIP_BYTES_EACH:
             queue.append(message)
     yield from ()
 

@@ -24,6 +24,9 @@ from phalanx.core.checking import (
     fetch,
     fetch_case,
     fetch_evidence,
+    fetch_trial,
+    find_fetch_time,
+    is_kept,
     is_proven,
     make_charge,
     read_aggregates,
@@ -129,9 +132,10 @@ def run_attempt(peer: Peer) -> Story:
     offenders = find_offenders(config, transcript, Phase.AGGREGATE)
     if not offenders.banned and find_requests(transcript):
         unopened = yield from open_parts(peer, own, find_requests(transcript))
+        yield from fetch_opened(peer, find_requests(transcript))
         aggregate = yield from aggregate_part(peer, 0)
         aggregate = msgspec.structs.replace(aggregate, unopened=unopened, trials=())
-        yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=patience + 4 * config.delta)
+        yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=find_opening_time(config, 2))
         offenders = find_offenders(config, transcript, Phase.AGGREGATE_AGAIN)
         if not offenders.banned:
             offenders = decide_openings(config, transcript)
@@ -170,8 +174,9 @@ def run_attempt(peer: Peer) -> Story:
     # CONFIRM: the new state, and what I hold against others.
     yield from apply_update(peer)
     state = (yield HashState(view.step + 1)) if peer.applied else bytes(32)
-    accusations += check_reports(peer)
-    yield from agree(peer, Phase.CONFIRM, make_confirm(peer, state, accusations))
+    lies = check_reports(peer)
+    accusations += lies or []
+    yield from agree(peer, Phase.CONFIRM, make_confirm(peer, state, accusations, is_blind=lies is None))
     offenders = find_offenders(config, transcript, Phase.CONFIRM)
     if offenders.banned:
         return (yield from abort(peer, offenders))
@@ -316,10 +321,30 @@ def open_parts(peer: Peer, own: Own, requests: set[tuple[int, int]]) -> Story:
                 yield from ask_part(peer, place, peer.others)
 
     peer.asked |= {("part", *place, key) for place in places for key in (place[2],)}
-    until = peer.entered + 6 * peer.config.delta + peer.config.transfer_time
+    until = peer.entered + find_opening_time(peer.config, 1)
     yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, until)
     find_wrong_openings(peer)
-    return tuple(sorted(pair for place, pair in places.items() if not peer.has_part(place)))
+    unopened = sorted(pair for place, pair in places.items() if not peer.has_part(place))
+    return tuple(unopened[: m.MAX_OPENINGS])  # everybody names the same ones
+
+
+def find_opening_time(config: Config, rounds: int) -> float:
+    """Seconds until a part that was opened is here: 3 delta until all know that it is asked for, and a round trip."""
+    return rounds * (6 * config.delta + config.transfer_time)
+
+
+def fetch_opened(peer: Peer, requests: set[tuple[int, int]]) -> Story:
+    """What was opened so late that only others have it is still to be had from them: the more time is mine alone."""
+    view = peer.view
+    mine = [(view.step, view.attempt, view.roster[i], j) for i, j in requests if peer.member and j == peer.index]
+
+    def ask() -> Iterable[Effect]:
+        for place in mine:
+            if not peer.has_part(place):
+                yield from ask_part(peer, place, peer.others)
+
+    until = peer.entered + find_opening_time(peer.config, 2)
+    yield from fetch(peer, lambda: all(map(peer.has_part, mine)), ask, until)
 
 
 def find_wrong_openings(peer: Peer) -> None:
@@ -404,11 +429,6 @@ def find_check_time(peer: Peer) -> float:
     return max(load.values(), default=0.0)
 
 
-def find_fetch_time(config: Config) -> float:
-    """Seconds that a check may wait for the target's bytes: only a tolerant one needs them."""
-    return 4 * config.delta + config.transfer_time if config.tolerance is not None else 0.0
-
-
 def check_targets(peer: Peer) -> Story:
     """A validator's work: recompute what its targets committed to in the step before."""
     view = peer.view
@@ -429,17 +449,6 @@ def check_targets(peer: Peer) -> Story:
         if verdict is Verdict.GUILTY and commit is not None:
             accusations.append(make_charge(transcript, check.target, wrong, commit))
     return tuple(m.Finding(key, findings[key]) for key in sorted(findings)), accusations
-
-
-def fetch_trial(peer: Peer, transcript: Transcript, target: bytes) -> Story:
-    """The commit of a probationer as the majority has listed it, in case it sent me another."""
-    digest = transcript.served.get(target)
-    if digest is None or peer.get_trial(transcript, target) is not None:
-        return
-    peer.asked.add(("trial", peer.view.step, digest))
-    pull = Broadcast(peer.others, m.PullMessages(transcript.view.height, (target,)))
-    until = peer.time + 2 * peer.config.delta
-    yield from fetch(peer, lambda: peer.get_trial(transcript, target) is not None, lambda: (pull,), until)
 
 
 def make_report(peer: Peer, own: Own, findings: tuple[m.Finding, ...]) -> Story:
@@ -495,8 +504,11 @@ def apply_update(peer: Peer) -> Story:
     peer.applied = True
 
 
-def check_reports(peer: Peer) -> list[m.Accusation]:
-    """V1: recompute what everybody reported of my part. E4: name the rows that were no numbers."""
+def check_reports(peer: Peer) -> list[m.Accusation] | None:
+    """V1: recompute what everybody reported of my part. E4: name the rows that were no numbers.
+
+    None if the rows are gone, with my memory: others may lie and I could not tell.
+    """
     view, transcript, config = peer.view, peer.transcript, peer.config
     if not peer.member or not peer.duties.contributors:
         return []
@@ -504,7 +516,7 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
     reports, commits = transcript.reports or {}, transcript.phases[Phase.COMMIT]
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
     if aggregate is None or (peer.rows is None and not all(map(peer.has_part, places))):
-        return []
+        return None
     rows, validity = read_rows(peer)
     seeds = projection_seeds(transcript.randomness or b"", len(view.roster), config.projections)[peer.index]
     sums, norms = compute_column(rows, aggregate, seeds, view.tau)
@@ -545,10 +557,15 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
     return found
 
 
-def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m.Confirm:
+_ORDER = {Rule.REPORT: 0, Rule.GRADIENT: 1}
+"""Of accusations, where not all fit the agenda: who does not name those who lie about its part may be taken for one."""
+
+
+def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation], is_blind: bool = False) -> m.Confirm:
     view = peer.view
     digests = []
-    for charge in (*accusations, *peer.charges):
+    charges = [charge for charge in (*accusations, *peer.charges) if is_kept(view, charge.step, charge.attempt)]
+    for charge in sorted(charges, key=lambda charge: _ORDER.get(charge.rule, 2)):
         digest = compute_case_digest(charge)
         peer.cases[digest] = charge
         digests.append(digest)
@@ -559,7 +576,7 @@ def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m
     if len(joins) > m.MAX_CASES:  # everybody lists the same ones
         joins = sorted(sorted(joins, key=lambda key: compute_digest("join", view.randomness, key))[: m.MAX_CASES])
     late = tuple(sorted(key for key in peer.late if key in view.roster))
-    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving)
+    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving or is_blind)
 
 
 def conclude(peer: Peer, state: bytes) -> Story:
@@ -646,7 +663,9 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
             randomness=transcript.randomness,
         )
         agenda = make_agenda(config, closed)
-        if any(case.accusers and is_received(closed, case) and case.digest not in peer.cases for case in agenda):
+        needed = {case.digest for case in agenda if case.accusers and is_received(closed, case)}
+        peer.lacking = needed - peer.cases.keys()
+        if peer.lacking:
             return None
         decision = decide(config, closed, agenda, peer.cases)
         transcript.offences, transcript.removals = decision.banned, decision.removed

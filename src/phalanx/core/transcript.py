@@ -84,5 +84,12 @@ class Transcript:
         return self.phases.get(Phase.REPORT_AGAIN, self.phases.get(Phase.REPORT))
 
     @property
+    def is_reported(self) -> bool:
+        """Whether the reports that count are here."""
+        said = self.phases.get(Phase.REPORT)
+        lacking = said is not None and any(getattr(x.body, "lacking", ()) for x in said.values())
+        return Phase.REPORT_AGAIN in self.phases if lacking else said is not None
+
+    @property
     def aggregates(self) -> Values | None:
         return self.phases.get(Phase.AGGREGATE_AGAIN, self.phases.get(Phase.AGGREGATE))

@@ -43,6 +43,8 @@ _REPORT_TOLERANCE = 1e-10
 # Who accuses must be surer than who votes. Otherwise a report at the very edge of the tolerance, wrong by one order of
 # summation and right by another, would get an honest accuser banned.
 ACCUSER_MARGIN = 2.0
+LATER_MARGIN = 4.0
+"""Of V4 for reports: whom it blames for a lie that was let pass has surely seen it, being twice as strict."""
 # V2: how many standard deviations of <z, e> the bound allows.
 _SIGMAS = 6.0
 _TINY = 1e-30
