@@ -26,7 +26,8 @@ from phalanx.core.events import AttemptStarted, Banned, Halted, Removed, RunFini
 from phalanx.core.membership import View, encode_view
 from phalanx.core.messages import MAX_BODY, Message, Phase, Rule, Signed
 from phalanx.core.partition import compute_part_sizes, join_parts, split_parts
-from phalanx.core.peer import Peer
+from phalanx.core.peer import Peer, compute_case_digest
+from phalanx.core.step import make_confirm
 from phalanx.core.verification import Projections, report_tolerance
 from phalanx.network.simulated import Links
 from phalanx.simulation.swarm import Setup, Swarm
@@ -192,6 +193,55 @@ def test_nobody_honest_is_banned_for_a_lie_of_one_who_vanishes() -> None:
     """The lie is in REPORT; without a CONFIRM of the liar the attempt is repeated, and nobody got to accuse."""
     swarm = play({6: combine(FalseReport(start=2), Silent(phases=(Phase.CONFIRM,), start=2))})
     assert is_out(swarm, 6)
+
+
+@dataclass(kw_only=True, eq=False)
+class LateAccuser(Attack):
+    """Accuses another attacker of the lie for which it was convicted a step ago, as though nobody had seen it then."""
+
+    liar: int = 6
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        body, view, notes = sign.body, insider.view, insider.notes
+        if not isinstance(body, m.Confirm):
+            return sign
+        liar = insider.config.founders[self.liar]
+        if liar in view.roster and view.step == 2:
+            said = insider.find(Phase.COMMIT, liar), insider.find(Phase.REPORT, liar)
+            notes["quote"] = view.step, view.attempt, said
+        if liar not in view.banned or "quote" not in notes or "charge" in notes:
+            return sign
+        step, attempt, (commit, report) = notes["quote"]
+        parts = tuple(place for place, key in enumerate(insider.config.founders) if key not in insider.plot.keys)
+        charge = m.Accusation(Rule.GRADIENT, liar, step, attempt, parts[:1], commit, report, (), ())
+        notes["charge"] = note_case(insider, charge), charge
+        return change_body(sign, accusations=(*body.accusations, notes["charge"][0]))
+
+    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
+        digest, charge = insider.notes.get("charge", (None, None))
+        message, sender = delivery.message, delivery.sender
+        if isinstance(message, m.PullProof) and message.case == digest and sender is not None:
+            insider.send_later(0.0, (sender,), charge)
+        return delivery
+
+
+def test_who_has_accused_a_liar_is_not_blamed_for_its_lie_later() -> None:
+    swarm = play({5: LateAccuser(), 6: FalseReport(start=2)}, founders=9, byzantine=3)
+    assert get_bans(swarm)[swarm.keys[6]] is Rule.REPORT
+    assert "charge" in get_notes(swarm, 5)
+
+
+def test_what_is_no_longer_kept_is_not_charged() -> None:
+    """A lie that is found in the last vote on a step is told of in the next, and then it is too late."""
+    swarm = make_swarm({})
+    found = []
+    for step in (1, 6):
+        swarm.run(400.0, lambda step=step: get_peer(swarm, swarm.keys[0]).view.step > step)  # type: ignore[misc]
+        peer = get_peer(swarm, swarm.keys[0])
+        commit = peer.transcripts[step, 0].phases[Phase.COMMIT][swarm.keys[1]].message
+        found.append(m.Accusation(Rule.GRADIENT, swarm.keys[1], step, 0, (), commit, None, (), ()))
+    peer.charges += found
+    assert make_confirm(peer, bytes(32), []).accusations == (compute_case_digest(found[1]),)
 
 
 # ---- What one member alone has seen

@@ -282,12 +282,12 @@ def find_cut(transcript: Transcript) -> set[bytes]:
 
 
 def find_excused(transcript: Transcript, decision: Decision) -> set[bytes]:
-    """Members who may know of lies that nobody was convicted of: no vote came of what they said, or they left."""
+    """Members who may know of lies that nobody was convicted of: no vote came of what they said."""
     confirms = transcript.phases.get(Phase.CONFIRM, {})
     heard = {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm)}
     unheard = {key for key, reason in decision.removed.items() if reason == _UNHEARD}
     silent = {*transcript.view.roster} - heard
-    return silent | unheard | decision.undecided | find_cut(transcript) | find_leaving(transcript)
+    return silent | unheard | decision.undecided | find_cut(transcript)
 
 
 def find_distant(config: Config, transcript: Transcript) -> list[int]:
@@ -397,9 +397,10 @@ def _decide_votes(
                 decision.ban(suspect.key, Offence(Rule.GRADIENT, suspect.step, reason, votes))
             if verdict is not None or view.step >= config.steps:  # else it is voted on again, as long as it is kept
                 acquitted.append(suspect)
-            lacking = sum(_ballots(transcript, case.digest).get(key) is Verdict.NOT_RECEIVED for key in voters)
-            if config.tolerance is not None and verdict is None and lacking > view.bound:
-                unshown.append(suspect.key)
+            if config.tolerance is not None and verdict is None:
+                ballots = _ballots(transcript, case.digest)
+                if sum(ballots.get(key) is Verdict.NOT_RECEIVED for key in voters) > view.bound:
+                    unshown.append(suspect.key)
         elif case.accusers and is_received(transcript, case):
             charge = cases[case.digest]
             step, attempt = get_place(charge)

@@ -174,9 +174,10 @@ def run_attempt(peer: Peer) -> Story:
     # CONFIRM: the new state, and what I hold against others.
     yield from apply_update(peer)
     state = (yield HashState(view.step + 1)) if peer.applied else bytes(32)
-    lies = check_reports(peer)
-    accusations += lies or []
-    yield from agree(peer, Phase.CONFIRM, make_confirm(peer, state, accusations, is_blind=lies is None))
+    if not can_check_reports(peer):
+        yield from be_missed(peer)
+    accusations += check_reports(peer)
+    yield from agree(peer, Phase.CONFIRM, make_confirm(peer, state, accusations))
     offenders = find_offenders(config, transcript, Phase.CONFIRM)
     if offenders.banned:
         return (yield from abort(peer, offenders))
@@ -504,11 +505,24 @@ def apply_update(peer: Peer) -> Story:
     peer.applied = True
 
 
-def check_reports(peer: Peer) -> list[m.Accusation] | None:
-    """V1: recompute what everybody reported of my part. E4: name the rows that were no numbers.
+def can_check_reports(peer: Peer) -> bool:
+    """Whether the rows of my part are here, if somebody may lie about it. They may be gone with my memory."""
+    view = peer.view
+    if not peer.member or not view.bound:
+        return True
+    places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
+    return peer.rows is not None or all(map(peer.has_part, places))
 
-    None if the rows are gone, with my memory: others may lie and I could not tell.
-    """
+
+def be_missed(peer: Peer) -> Story:
+    """Say nothing more in this attempt. Whoever confirms it answers for what others said of its part."""
+    while True:
+        yield Broadcast(peer.others, m.PullChain(peer.base.height))
+        yield from peer.listen(peer.time + peer.config.delta)
+
+
+def check_reports(peer: Peer) -> list[m.Accusation]:
+    """V1: recompute what everybody reported of my part. E4: name the rows that were no numbers."""
     view, transcript, config = peer.view, peer.transcript, peer.config
     if not peer.member or not peer.duties.contributors:
         return []
@@ -516,7 +530,7 @@ def check_reports(peer: Peer) -> list[m.Accusation] | None:
     reports, commits = transcript.reports or {}, transcript.phases[Phase.COMMIT]
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
     if aggregate is None or (peer.rows is None and not all(map(peer.has_part, places))):
-        return None
+        return []
     rows, validity = read_rows(peer)
     seeds = projection_seeds(transcript.randomness or b"", len(view.roster), config.projections)[peer.index]
     sums, norms = compute_column(rows, aggregate, seeds, view.tau)
@@ -561,7 +575,7 @@ _ORDER = {Rule.REPORT: 0, Rule.GRADIENT: 1}
 """Of accusations, where not all fit the agenda: who does not name those who lie about its part may be taken for one."""
 
 
-def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation], is_blind: bool = False) -> m.Confirm:
+def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m.Confirm:
     view = peer.view
     digests = []
     charges = [charge for charge in (*accusations, *peer.charges) if is_kept(view, charge.step, charge.attempt)]
@@ -576,7 +590,7 @@ def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation], is_b
     if len(joins) > m.MAX_CASES:  # everybody lists the same ones
         joins = sorted(sorted(joins, key=lambda key: compute_digest("join", view.randomness, key))[: m.MAX_CASES])
     late = tuple(sorted(key for key in peer.late if key in view.roster))
-    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving or is_blind)
+    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving)
 
 
 def conclude(peer: Peer, state: bytes) -> Story:
