@@ -812,7 +812,7 @@ bug(
     "steps of probation count that nobody saw",
     (
         "_advance_candidates",
-        "more = (candidate.key in served) - 2 * (candidate.key in unshown)",
+        "more = (candidate.key in served) - (candidate.key in unshown)",
         "more = 1",
     ),
     peers=5,

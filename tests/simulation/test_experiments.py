@@ -146,6 +146,28 @@ def test_the_benchmark_of_the_protocol_reports_what_it_promises(monkeypatch: pyt
     assert all(results[f"{kind}_{count}"] > 0 for kind in ("ms", "cpu_ms") for count in protocol.BYZANTINE)
 
 
+# ---- What cannot be
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("attacks.py --task nope", "task 'nope': not one of digits"),
+        ("attacks.py --seeds 0", "--seeds: expected at least 1, got 0"),
+        ("conviction.py --runs 0", "--runs: expected at least 2, got 0"),
+        ("sybils.py --runs 0", "--runs: expected at least 1, got 0"),
+        ("honest.py --peer-steps 0", "--peer-steps: expected at least 1, got 0"),
+    ],
+)
+def test_an_experiment_that_cannot_be_is_one_line_and_exit_2(words: str, line: str) -> None:
+    script, *options = words.split()
+    command = [sys.executable, str(ROOT / "experiments" / script), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 # ---- Attacks on training
 
 

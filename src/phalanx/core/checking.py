@@ -12,7 +12,7 @@ from phalanx.core.config import Config
 from phalanx.core.crypto import compute_commitment
 from phalanx.core.effects import Begin, Broadcast, ComputeGradient, Effect, Story
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.justice import Case
+from phalanx.core.justice import Case, get_accused
 from phalanx.core.membership import View, compute_batch_seed, find_record, has_concluded
 from phalanx.core.merkle import compute_root, hash_part, verify_path
 from phalanx.core.messages import Phase, Rule, Verdict
@@ -240,6 +240,8 @@ def check_case(peer: Peer, case: Case, until: float) -> Story:
     charge = peer.cases.get(case.digest)
     if charge is None:
         return Verdict.NOT_RECEIVED
+    if get_accused(charge) not in peer.circle:  # a key that is nobody's costs nothing
+        return Verdict.INNOCENT
     if not isinstance(charge, m.Accusation):
         return Verdict.GUILTY if is_proven(peer.config.run, peer.examiner, charge) else Verdict.INNOCENT
     return (yield from _check_accusation(peer, charge, case.accusers, until))

@@ -103,7 +103,7 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
         _require(
             m + c <= room,
             f"{n} members with byzantine={b} leave room for validators + outages = {max(room, 0)}, not {m + c}: "
-            f"lower byzantine to {max((n - 1 - m - c) // 2, 0)}, or take {2 * b + 1 + m + c} members",
+            + _advise(n, b, m, c),
         )
         _require(
             not self.partition_safe or 3 * b + c < n,
@@ -137,6 +137,13 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
         if self.tolerance is not None:
             _require(0 < self.tolerance.lower < self.tolerance.upper, "tolerance: expected 0 < lower < upper")
         return self
+
+
+def _advise(n: int, b: int, m: int, c: int) -> str:
+    """One number that would help if it was lower, if there is one, or more members."""
+    most = {"byzantine": (n - 1 - m - c) // 2, "validators": n - 2 * b - 1 - c, "outages": n - 2 * b - 1 - m}
+    lower = [f"lower {name} to {value}" for name, value in most.items() if value >= (name == "validators")]
+    return ", or ".join([*lower[:1], f"take {2 * b + 1 + m + c} members"])
 
 
 def _require(condition: bool, complaint: str) -> None:

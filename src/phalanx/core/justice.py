@@ -74,6 +74,10 @@ class Decision:
     """Accusers whose accusation found no majority either way."""
     accomplices: dict[bytes, Offence] = field(default_factory=dict)
     """Aggregators who let a wrong report pass."""
+    excused: set[bytes] = field(default_factory=set)
+    """Members who may know of lies that nobody was convicted of: no vote came of what they said."""
+    cut: set[bytes] = field(default_factory=set)
+    """Members that named more liars than fit the agenda."""
 
     def ban(self, key: bytes, offence: Offence) -> None:
         held = self.banned.get(key)
@@ -274,20 +278,20 @@ def get_share(transcript: Transcript) -> int:
     return (MAX_BALLOTS - 2 * parts - suspects) // parts
 
 
-def find_cut(transcript: Transcript) -> set[bytes]:
-    """Members that had more to accuse than fits."""
-    share = get_share(transcript)
-    confirms = transcript.phases.get(Phase.CONFIRM, {})
-    return {k for k, x in confirms.items() if isinstance(x.body, m.Confirm) and len(x.body.accusations) > share}
-
-
-def find_excused(transcript: Transcript, decision: Decision) -> set[bytes]:
-    """Members who may know of lies that nobody was convicted of: no vote came of what they said."""
-    confirms = transcript.phases.get(Phase.CONFIRM, {})
-    heard = {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm)}
-    unheard = {key for key, reason in decision.removed.items() if reason == _UNHEARD}
-    silent = {*transcript.view.roster} - heard
-    return silent | unheard | decision.undecided | find_cut(transcript)
+def _find_cut(transcript: Transcript, heard: Mapping[bytes, m.Accusation | m.Proof]) -> set[bytes]:
+    """Members whose whole share of the agenda is liars about their own part, with more accusations to come."""
+    view, share, found = transcript.view, get_share(transcript), set()
+    for key, letter in transcript.phases[Phase.CONFIRM].items():
+        if isinstance(letter.body, m.Confirm) and len(letter.body.accusations) > share:
+            charges = [heard.get(digest) for digest in letter.body.accusations[:share]]
+            own = (Rule.REPORT, view.step, view.attempt, (view.roster.index(key),))
+            liars = {
+                charge.accused
+                for charge in charges
+                if isinstance(charge, m.Accusation) and (charge.rule, charge.step, charge.attempt, charge.parts) == own
+            }
+            found |= {key} if len(liars) == share else set()
+    return found
 
 
 def find_distant(config: Config, transcript: Transcript) -> list[int]:
@@ -429,8 +433,17 @@ def _decide_votes(
                 break
             if verdicts[digest] is Verdict.GUILTY:
                 _convict(config, transcript, cases[digest], votes, decision)
-    strangers = {*view.banned, *(candidate.key for candidate in view.candidates)}
-    if len((decision.banned.keys() | decision.accomplices.keys()) - strangers) <= view.bound:  # else it was not they
+    heard = {digest: cases[digest] for digest in verdicts}
+    for case in agenda:
+        if verdicts.get(case.digest, Verdict.GUILTY) is None and _get_rule(heard[case.digest]) is Rule.REPORT:
+            for key in case.accusers:  # all can see such evidence and agree on it, unless it was kept from some
+                decision.remove(key, _UNHEARD)
+    confirmed = {k for k, x in transcript.phases[Phase.CONFIRM].items() if isinstance(x.body, m.Confirm)}
+    unheard = {key for key, reason in decision.removed.items() if reason == _UNHEARD}
+    decision.cut = _find_cut(transcript, heard)
+    decision.excused = {*view.roster} - confirmed | unheard | decision.cut
+    members = {*view.roster, *(count.key for count in view.absences)}
+    if len((decision.banned.keys() | decision.accomplices.keys()) & members) <= view.bound:  # else it was not they
         for key, offence in decision.accomplices.items():
             decision.ban(key, offence)
 
@@ -531,11 +544,11 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
                 failing[view.roster[part]] = Offence(Rule.SUM, view.step, reason, evidence)
     if len(failing) > view.bound:
         return  # more than there can be attackers: it was not they, and the step is tried again
-    cut = find_cut(transcript)  # it named more liars than fit: those convicted go in its place
     for key, offence in failing.items():
         if key in decision.undecided:  # it may be right about those who lied; but no attempt is lost for free
             decision.remove(key, "its aggregate is off balance, and nobody can tell whose fault that is")
-        elif key not in cut and decision.removed.get(key) != _UNHEARD:  # not heard in time is not proven wrong
+        # Who named more liars than fit is spared: those convicted go in its place. Not heard is not proven wrong.
+        elif key not in decision.cut and decision.removed.get(key) != _UNHEARD:
             decision.ban(key, offence)
 
 
@@ -647,7 +660,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
     if decision.wrong or decision.state is None or transcript.randomness is None:
         return make_retry(config, transcript, decision, height, previous)
     view = note_progress(config, transcript, height)
-    view = note_ending(view, find_excused(transcript, decision), decision.corrections)
+    view = note_ending(view, decision.excused, decision.corrections)
     norms = _get_norms(transcript)
     automatic = isinstance(config.tau, AutomaticTau)  # else nobody asks for the scale
     scale = median(map(median, zip(*norms, strict=False))) if norms and automatic else None

@@ -406,20 +406,21 @@ def _advance_candidates(
 ) -> tuple[View, list[bytes]]:
     """Count the steps served; let in whoever is done; put on probation as many of those who asked as may be.
 
-    A step whose bytes its checker did not get counts as minus one. Checkers may lie, but most are honest: on the whole
-    who shows what it computes gets on, and who does not falls behind.
+    A step whose bytes its checker did not get does not count. Checkers may lie, but most are honest: who shows what it
+    computes gets on, though it misses some, and who does not falls behind.
     """
     if not view.candidates and not joins:
         return view, []
     room = len(view.roster)
     graduates, staying = [], []
+    doubtful = config.tolerance is not None
     for candidate in view.candidates:
-        more = (candidate.key in served) - 2 * (candidate.key in unshown)
+        more = (candidate.key in served) - (candidate.key in unshown)
         candidate = msgspec.structs.replace(candidate, served=candidate.served + more)
         if candidate.served >= candidate.term:
             graduates.append(candidate.key)
-        elif step - candidate.since - candidate.served <= _MOST_MISSED:  # who does not show up gives way to others
-            staying.append(candidate)
+        elif step - candidate.since - candidate.served <= _MOST_MISSED + doubtful * candidate.term // 2:
+            staying.append(candidate)  # who does not show up gives way to others
     most = min(config.size, MAX_MEMBERS)
     if room + len(graduates) > most:
         graduates = graduates[: max(0, most - room)]

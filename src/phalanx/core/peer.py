@@ -226,8 +226,11 @@ class Peer:
             _drop(table, [place for place in table if place[0] < oldest])
         for accused in [accused for accused in self.proofs if accused in self.view.banned]:
             del self.proofs[accused]
-        while len(self.cases) > _MOST_CASES:
-            del self.cases[next(iter(self.cases))]
+        if len(self.cases) > _MOST_CASES:
+            needed = {*self.proofs.values(), *map(compute_case_digest, self.charges)}
+            _drop(
+                self.cases, [digest for digest in self.cases if digest not in needed][: len(self.cases) - _MOST_CASES]
+            )
         self.asked = {request for request in self.asked if request[1] >= old}
         self.partial = {place: assembly for place, assembly in self.partial.items() if place[1] >= old}
 
@@ -715,7 +718,7 @@ def _on_state(peer: Peer, sender: bytes, message: m.StateChunk) -> Story:
 
 def _on_pull_proof(peer: Peer, sender: bytes, message: m.PullProof) -> Story:
     case = peer.cases.get(message.case)
-    if case is not None and _may_answer(peer, sender, m.PullProof, 4 * _ANSWERS):
+    if case is not None and _may_answer(peer, sender, m.PullProof, 2 * m.MAX_BALLOTS):
         yield Send(sender, case)
 
 

@@ -270,11 +270,7 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
             for lost in wanted:
                 yield from ask_part(peer, lost, (lost[2],))
         yield from peer.listen(min(ask_at, peer.entered + patience))
-    trials = tuple(
-        m.Listed(key, next(iter(letters)))
-        for key, letters in sorted(peer.trials.get(view.height, {}).items())
-        if any(candidate.key == key for candidate in view.candidates)
-    )
+    trials = tuple(list_trials(peer))
     if wanted:
         missing = tuple(sorted(view.roster.index(place[2]) for place in wanted))
         return m.Aggregate(None, missing, (), trials)
@@ -286,6 +282,16 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     data = peer.aggregates[place]
     yield from send_aggregate(peer.audience, *place, data)
     return m.Aggregate(hash_part(data), (), (), trials)
+
+
+def list_trials(peer: Peer) -> Iterable[m.Listed]:
+    """The first commit to this attempt that each probationer showed me."""
+    view, sent = peer.view, peer.trials.get(peer.view.height, {})
+    for key in sorted(candidate.key for candidate in view.candidates if candidate.key in sent):
+        for digest, letter in sent[key].items():
+            if (letter.message.step, letter.message.attempt) == (view.step, view.attempt):
+                yield m.Listed(key, digest)
+                break
 
 
 def read_rows(peer: Peer) -> tuple[torch.Tensor, list[bool]]:
@@ -583,7 +589,6 @@ def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m
         digest = compute_case_digest(charge)
         peer.cases[digest] = charge
         digests.append(digest)
-    peer.charges.clear()
     digests += [digest for accused, digest in sorted(peer.proofs.items()) if accused in peer.circle]
     known = {*view.roster, *view.banned, *(candidate.key for candidate in view.candidates)}
     joins = sorted(key for key in peer.joins if key not in known)
@@ -607,8 +612,10 @@ def conclude(peer: Peer, state: bytes) -> Story:
             return (yield from abort(peer, offenders))
         for case in agenda:
             if case.accusers and is_received(transcript, case):
-                yield from fetch_case(peer, case, peer.time + 1000 * config.delta)
+                yield from fetch_case(peer, case, math.inf)
     decision = decide(config, transcript, agenda, peer.cases)
+    voted = {case.digest for case in agenda}
+    peer.charges = [charge for charge in peer.charges if compute_case_digest(charge) not in voted]
     peer.late.clear()
     view = make_next(config, transcript, decision, peer.level + 1, peer.root)
     if not is_changed(peer.view, view):
