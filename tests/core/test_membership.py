@@ -95,7 +95,8 @@ def draw_views(draw: st.DrawFn) -> tuple[Config, View]:
     roster = tuple(key for key in config.founders if key in left)
     trials = tuple(Check(draw(st.sampled_from(config.founders)), make_key(99)) for _ in range(draw(st.integers(0, 2))))
     fields = {"order": tuple(order), "targets": tuple(targets), "roster": roster, "trial_checks": trials}
-    return config, change(view, **fields, bound=draw(st.integers(0, config.byzantine)))
+    bound = draw(st.integers(0, config.byzantine))
+    return config, change(view, **fields, bound=bound, doubts=bound)
 
 
 @given(draw_views())

@@ -766,7 +766,7 @@ bug(
 )
 bug(
     "a ban does not lower the bound",
-    ("remove_members", "bound=max(0, view.bound - len(fresh))", "bound=view.bound"),
+    ("remove_members", "bound=min(config.byzantine, max(0, view.doubts - len(fresh)))", "bound=view.bound"),
     peers=5,
     steps=3,
     attackers=("wrong_reveal",),

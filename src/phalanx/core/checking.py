@@ -240,11 +240,26 @@ def check_case(peer: Peer, case: Case, until: float) -> Story:
     charge = peer.cases.get(case.digest)
     if charge is None:
         return Verdict.NOT_RECEIVED
-    if get_accused(charge) not in peer.circle:  # a key that is nobody's costs nothing
+    tried = (key for record in peer.view.attempts for key in record.trials)
+    if get_accused(charge) not in {*peer.circle, *tried}:  # a key that is nobody's costs nothing
         return Verdict.INNOCENT
     if not isinstance(charge, m.Accusation):
         return Verdict.GUILTY if is_proven(peer.config.run, peer.examiner, charge) else Verdict.INNOCENT
     return (yield from _check_accusation(peer, charge, case.accusers, until))
+
+
+def count_gradients(peer: Peer, agenda: Sequence[Case]) -> int:
+    """How many gradients the ballots need. Of a case that I do not have others may know that it needs one."""
+    found: set[object] = set()
+    for case in agenda:
+        charge = peer.cases.get(case.digest)
+        if case.suspect is not None:
+            found.add((case.suspect.key, case.suspect.step, case.suspect.attempt))
+        elif isinstance(charge, m.Accusation):
+            found |= {(charge.accused, charge.step, charge.attempt)} if charge.rule is Rule.GRADIENT else set()
+        elif case.accusers and charge is None:
+            found.add(case.digest)
+    return len(found)
 
 
 def fetch_case(peer: Peer, case: Case, until: float) -> Story:

@@ -103,6 +103,8 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     roster: tuple[bytes, ...]
     bound: int
     """b_t: how many members may still be Byzantine."""
+    doubts: int
+    """How many of those who are or were members may be, if there were no limit: bans lower it, strangers raise it."""
     randomness: bytes
     state: bytes
     """The digest of the state before the step."""
@@ -227,6 +229,7 @@ def make_genesis(config: Config) -> View:
         previous=config.run,
         roster=config.founders,
         bound=config.byzantine,
+        doubts=config.byzantine,
         randomness=randomness,
         state=config.state,
         tau=config.tau.start if isinstance(config.tau, AutomaticTau) else config.tau,
@@ -278,7 +281,8 @@ def remove_members(config: Config, view: View, changes: Changes, acquitted: Coll
     return msgspec.structs.replace(
         view,
         roster=tuple(key for key in view.roster if key not in gone),
-        bound=max(0, view.bound - len(fresh)),
+        bound=min(config.byzantine, max(0, view.doubts - len(fresh))),
+        doubts=max(0, view.doubts - len(fresh)),
         banned=tuple(sorted({*view.banned, *changes.banned})),
         strikes=_count(view.strikes, changes.late, gone),
         absences=_count(view.absences, leaving, changes.banned),
@@ -360,7 +364,8 @@ def finish_step(
     roster = view.roster + tuple(graduates)
     strangers = sum(key not in known for key in graduates)
     scales, tau = _move_tau(config, view, scale)
-    tried = [key for key in sorted(served) if key not in changes.out]
+    here = {*roster, *(candidate.key for candidate in view.candidates)}
+    tried = [key for key in sorted(served) if key in here]
     return msgspec.structs.replace(
         view,
         step=step,
@@ -368,7 +373,8 @@ def finish_step(
         previous=previous,
         roster=roster,
         # Whoever is new may be Byzantine: what bans have proven of others says nothing of it.
-        bound=min(config.byzantine, view.bound + strangers),
+        bound=min(config.byzantine, view.doubts + strangers),
+        doubts=view.doubts + strangers,
         randomness=randomness,
         state=state,
         tau=tau,
@@ -413,14 +419,16 @@ def _advance_candidates(
         return view, []
     room = len(view.roster)
     graduates, staying = [], []
-    doubtful = config.tolerance is not None
+    honest = max(1, room - view.bound)
     for candidate in view.candidates:
         more = (candidate.key in served) - (candidate.key in unshown)
         candidate = msgspec.structs.replace(candidate, served=candidate.served + more)
         if candidate.served >= candidate.term:
             graduates.append(candidate.key)
-        elif step - candidate.since - candidate.served <= _MOST_MISSED + doubtful * candidate.term // 2:
-            staying.append(candidate)  # who does not show up gives way to others
+        else:
+            denied = candidate.term * view.bound // honest if config.tolerance is not None else 0
+            if step - candidate.since - candidate.served <= _MOST_MISSED + denied:
+                staying.append(candidate)  # who does not show up gives way to others
     most = min(config.size, MAX_MEMBERS)
     if room + len(graduates) > most:
         graduates = graduates[: max(0, most - room)]

@@ -21,6 +21,7 @@ from phalanx.core.checking import (
     check_case,
     check_commit,
     compute_gradient,
+    count_gradients,
     fetch,
     fetch_case,
     fetch_evidence,
@@ -605,7 +606,7 @@ def conclude(peer: Peer, state: bytes) -> Story:
     if agenda:
         ballots, unopened = yield from make_ballots(peer, agenda)
         each = config.gradient_time + find_fetch_time(config)
-        work = (1 + len(agenda)) * each + 2 * config.transfer_time + 12 * config.delta
+        work = (1 + count_gradients(peer, agenda)) * each + 2 * config.transfer_time + 12 * config.delta
         yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=work)
         offenders = find_offenders(config, transcript, Phase.VOTE)
         if offenders.banned:
