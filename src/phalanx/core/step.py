@@ -522,10 +522,18 @@ def can_check_reports(peer: Peer) -> bool:
 
 
 def be_missed(peer: Peer) -> Story:
-    """Say nothing more in this attempt. Whoever confirms it answers for what others said of its part."""
-    while True:
-        yield Broadcast(peer.others, m.PullChain(peer.base.height))
-        yield from peer.listen(peer.time + peer.config.delta)
+    """Say nothing for as long as the others need to go on without me; if they cannot, I am needed after all.
+
+    Whoever confirms an attempt answers for what others said of its part.
+    """
+    end = peer.time + (16 + 2 * (peer.view.bound + 1)) * peer.config.delta
+    join, peer.join = peer.join, None
+    try:
+        while peer.time < end:
+            yield Broadcast(peer.others, m.PullChain(peer.base.height))
+            yield from peer.listen(min(end, peer.time + peer.config.delta))
+    finally:
+        peer.join = join
 
 
 def check_reports(peer: Peer) -> list[m.Accusation]:

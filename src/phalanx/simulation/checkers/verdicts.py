@@ -247,7 +247,7 @@ class Accusers(Checker):
 
 
 class Bounds(Checker):
-    """``b_t``: never below the number of Byzantine members, and one less for each that is banned."""
+    """``b_t``: never below the number of Byzantine members; and of all who may be one less for each that is banned."""
 
     rule = "bound"
 
@@ -255,12 +255,14 @@ class Bounds(Checker):
         there = sum(who in self.swarm.byzantine for who in view.roster)
         if there > view.bound:
             self.report(view.step, f"{there} Byzantine members, and a bound of {view.bound}")
+        if view.bound != min(self.swarm.config.byzantine, view.doubts):
+            self.report(view.step, f"a bound of {view.bound}, where {view.doubts} may be Byzantine")
         if before is not None and (view.step, view.attempt) != (before.step, before.attempt):
             fresh = sum(who in before.roster for who in set(view.banned) - set(before.banned))
             new = len(set(view.roster) - set(before.roster))
-            if view.bound > max(0, before.bound - fresh) + new:
+            if view.doubts > max(0, before.doubts - fresh) + new:
                 self.report(
-                    view.step, f"{fresh} members were banned, and the bound went from {before.bound} to {view.bound}"
+                    view.step, f"{fresh} members were banned, and doubts went from {before.doubts} to {view.doubts}"
                 )
 
 
