@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
+from phalanx.core.errors import LocalError
 from phalanx.training.simulate import simulate
+from phalanx.training.tasks import load_task
 
 PEERS, BYZANTINE = 16, 7
 ATTACKS = ("sign_flip", "random_direction", "label_flip", "delayed", "ipm_0.1", "ipm_0.6", "alie")
@@ -106,7 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    rows = run(options)
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            parser.exit(2, f"{parser.prog}: --{name}: expected at least 1, got {getattr(options, name)}\n")
+    try:
+        load_task(options.task)
+        rows = run(options)
+    except LocalError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     failures = find_failures(rows, options.margin, options.relative)
     if options.json:
         print(json.dumps({"task": options.task, "rows": rows, "failures": failures}))

@@ -125,6 +125,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    for name, low in {"runs": 2, "jobs": 1}.items():  # a mean of one run has no error
+        if getattr(options, name) < low:
+            parser.exit(2, f"{parser.prog}: --{name}: expected at least {low}, got {getattr(options, name)}\n")
+    if not 0 < options.share <= 1:
+        parser.exit(2, f"{parser.prog}: --share: expected a number above 0, up to 1, got {options.share}\n")
     rows, fine = [], True
     settings = [tuple(map(int, options.only.split(",")))] if options.only else SETTINGS
     with ProcessPoolExecutor(options.jobs) as pool:

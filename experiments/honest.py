@@ -145,6 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    for name in ("peer_steps", "jobs"):
+        if getattr(options, name) < 1:
+            option = name.replace("_", "-")
+            parser.exit(2, f"{parser.prog}: --{option}: expected at least 1, got {getattr(options, name)}\n")
     results = run(options.peer_steps, options.tolerant, options.jobs, options.seed)
     if options.json:
         print(json.dumps(results))

@@ -212,6 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    lowest = {"runs": 1, "steps": 1, "probation": 0, "admissions": 1, "jobs": 1}
+    for name, low in lowest.items():
+        if getattr(options, name) < low:
+            parser.exit(2, f"{parser.prog}: --{name}: expected at least {low}, got {getattr(options, name)}\n")
+    if min(options.gradients) < 1:
+        parser.exit(2, f"{parser.prog}: --gradients: expected at least 1 each, got {min(options.gradients)}\n")
     rows = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for sharing in SHARINGS if options.sharing == "all" else (options.sharing,):

@@ -7,12 +7,16 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
-from phalanx import __version__
+from phalanx import __version__, cli, demo
 from phalanx.core.crypto import Identity
+from phalanx.simulation import scenario
 
 
 def phalanx(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -77,6 +81,7 @@ BAD_FUZZ = (
     "--seeds 5:5",
     "--seeds a:b",
     "--seeds 0:1 --peers 1",
+    "--seeds 0:1 --peers 100000",
     "--seeds 0:1 --steps 0",
     "--seeds 0:1 --jobs 0",
     "--seeds 0:1 --attack nonsense",
@@ -89,6 +94,9 @@ BAD_SIMULATE = {
     "--task cifar10": "needs the option data",
     "--task cifar10 --option data=/no/such/folder": "/no/such/folder",
     "--attack nonsense": "attack 'nonsense' is unknown",
+    "--attack sign_flip": "attack 'sign_flip': byzantine is 0, so nobody attacks",
+    "--every 3": "--start, --every: there is no attack",
+    "--byzantine 1 --start 3": "--start, --every: there is no attack",
     "--peers 8 --byzantine 4 --attack sign_flip": "lower byzantine to 3, or take 10 members",
     "--defense nonsense": "defense 'nonsense' is unknown",
     "--steps 0": "steps: expected a whole number from 1",
@@ -194,6 +202,14 @@ def test_a_manifest_without_a_folder_is_bad_input(keys: list[Path], tmp_path: Pa
     assert result.stderr == f"phalanx: {tmp_path / 'nodir'}: there is no such folder\n"
 
 
+def test_a_manifest_in_a_folder_that_takes_none_is_bad_input(keys: list[Path]) -> None:
+    founders = [f"--founder={key}" for key in keys]
+    result = phalanx("init", "/proc/run.toml", "--task", SMALL, *founders)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert "/proc" in result.stderr
+
+
 def test_a_founder_that_is_neither_id_nor_file_is_told_so(tmp_path: Path) -> None:
     result = phalanx("init", str(tmp_path / "run.toml"), "--founder", "nofile.key")
     assert (result.returncode, result.stdout) == (2, "")
@@ -242,6 +258,31 @@ def test_a_swarm_that_cannot_be_is_one_line_and_no_folder(options: str, tmp_path
     assert BAD_SWARM[options] in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("equal", "line"),
+    [(True, "all honest states are equal"), (False, "honest states are NOT equal"), (None, "nobody finished")],
+)
+def test_the_end_of_a_swarm_is_a_line_of_rounded_numbers(equal: bool | None, line: str) -> None:
+    result = SimpleNamespace(
+        metric_name="accuracy", final_metric=31 / 90, steps=7, byzantine_banned=1, honest_banned=0, out="there"
+    )
+    found = SimpleNamespace(result=result, seconds_per_step=0.0673278, digests_equal=equal)
+    assert cli._describe_swarm(found) == (  # type: ignore[arg-type]
+        "accuracy 0.3444 after 7 steps, 0.07 s each; 1 attackers banned, honest peers banned: 0; "
+        f"{line}; written to there"
+    )
+
+
+def test_an_interrupted_demo_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(settings: dict) -> None:
+        assert (tmp_path / "demo").is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_train_both", interrupt)
+    assert CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path / "demo")]).exit_code == 130
+    assert not (tmp_path / "demo").exists()
 
 
 def test_ctrl_c_checkpoints_and_says_how_to_resume(tmp_path: Path) -> None:
@@ -306,3 +347,15 @@ def test_fuzz_counts_what_happened(tmp_path: Path) -> None:
     assert (values["seeds"], values["steps"], values["violations"]) == (2, 6, 0)
     assert "2 of 2 seeds" in result.stderr
     assert " COMMIT " in trace.read_text()
+
+
+def test_an_interrupted_fuzz_tells_of_the_seeds_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*words: object) -> Iterator[scenario.Result]:
+        yield scenario.run_seed(19, 4, 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scenario, "fuzz_seeds", interrupt)
+    result = CliRunner().invoke(cli.app, ["fuzz", "--seeds", "19:40", "--json"])
+    values = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == 130
+    assert (values["seeds"], values["steps"], values["interrupted"]) == (1, 3, True)

@@ -1,6 +1,6 @@
 """The command line: it parses arguments, calls, and prints.
 
-Exit 0 fine, 1 ran and found a failure, 2 bad input, 130 interrupted after a checkpoint.
+Exit 0 fine, 1 ran and found a failure, 2 bad input, 130 interrupted.
 
 With ``--json`` the last line of stdout is one JSON object, and everything else goes to stderr.
 """
@@ -21,9 +21,11 @@ from rich.console import Console
 from phalanx import __version__
 from phalanx.core.crypto import Identity, parse_peer_id
 from phalanx.core.errors import LocalError, WriteFailed
+from phalanx.core.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from phalanx.node import Door
+    from phalanx.swarm import SwarmResult
     from phalanx.training.member import Outcome
 
 app = typer.Typer(
@@ -436,7 +438,11 @@ def swarm(
         "optimizer": _parse_settings(optimizer, "optimizer"),
         "options": _parse_pairs(option, "option"),
     }
-    with contextlib.redirect_stdout(sys.stderr), listen_for_interrupts() as is_interrupted, Progress() as progress:
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        listen_for_interrupts("stopping all peers; a swarm does not go on later") as is_interrupted,
+        Progress() as progress,
+    ):
         found = run_swarm(
             task=task,
             peers=peers,
@@ -450,18 +456,12 @@ def swarm(
             on_event=progress.on_event,
             should_stop=is_interrupted,
         )
-    result = found.result
-    print(
-        f"{result.metric_name} {result.final_metric} after {result.steps} steps, {found.seconds_per_step} s each; "
-        f"{result.byzantine_banned} attackers banned, honest peers banned: {result.honest_banned}; "
-        f"all honest states are {'equal' if found.digests_equal else 'NOT equal'}; written to {result.out}",
-        file=sys.stderr,
-    )
+    print(_describe_swarm(found), file=sys.stderr)
     if as_json:
         _print_json(found.to_json())
     if not found.finished:
         raise typer.Exit(130 if is_interrupted() else 1)
-    if result.honest_banned or not found.digests_equal:
+    if found.result.honest_banned or not found.digests_equal:
         raise typer.Exit(1)
 
 
@@ -486,6 +486,8 @@ def fuzz(
     chosen = parse_seeds(seeds)
     if jobs < 1:
         raise LocalError(f"jobs: expected at least 1, got {jobs}")
+    if peers is not None and peers > MAX_MEMBERS:
+        raise LocalError(f"peers: {peers}, but a roster holds at most {MAX_MEMBERS}")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     totals = {
         "seeds": 0,
@@ -498,33 +500,52 @@ def fuzz(
     }
     begun = time.perf_counter()
     failed: list[int] = []
-    for result in fuzz_seeds(chosen, peers, steps, attack, jobs, str(trace) if trace is not None else None):
-        totals["seeds"] += 1
-        totals["violations"] += len(result.violations)
-        for field in ("steps", "byzantine_banned", "byzantine_total", "honest_banned", "honest_eliminated"):
-            totals[field] += getattr(result, field)
-        if result.violations:
-            failed.append(result.seed)
-            for violation in result.violations:
-                console.print(str(violation), markup=False)
-            console.print(f"replay: {result.command}", markup=False)
-        for failure in result.attack_failures:
-            console.print(f"seed {result.seed}: an attacker broke: {failure}", markup=False)
-        if totals["seeds"] % 20 == 0 or totals["seeds"] == len(chosen):
-            spent = time.perf_counter() - begun
-            rate = totals["steps"] / spent
-            console.print(f"{totals['seeds']} of {len(chosen)} seeds, {len(failed)} failed, {rate:.0f} steps/s")
+    interrupted = False
+    try:
+        for result in fuzz_seeds(chosen, peers, steps, attack, jobs, str(trace) if trace is not None else None):
+            totals["seeds"] += 1
+            totals["violations"] += len(result.violations)
+            for field in ("steps", "byzantine_banned", "byzantine_total", "honest_banned", "honest_eliminated"):
+                totals[field] += getattr(result, field)
+            if result.violations:
+                failed.append(result.seed)
+                for violation in result.violations:
+                    console.print(str(violation), markup=False)
+                console.print(f"replay: {result.command}", markup=False)
+            for failure in result.attack_failures:
+                console.print(f"seed {result.seed}: an attacker broke: {failure}", markup=False)
+            if totals["seeds"] % 20 == 0 or totals["seeds"] == len(chosen):
+                spent = time.perf_counter() - begun
+                rate = totals["steps"] / spent
+                console.print(f"{totals['seeds']} of {len(chosen)} seeds, {len(failed)} failed, {rate:.0f} steps/s")
+    except KeyboardInterrupt:
+        interrupted = True  # what is done counts
     seconds = time.perf_counter() - begun
     if as_json:
-        _print_json({**totals, "seconds": seconds, "failed": failed})
+        _print_json({**totals, "seconds": seconds, "failed": failed, "interrupted": interrupted})
     else:
         print(
             f"{totals['seeds']} seeds, {totals['steps']} steps, {totals['violations']} violations; of "
             f"{totals['byzantine_total']} Byzantine peers {totals['byzantine_banned']} banned; of the honest "
             f"{totals['honest_banned']} banned, {totals['honest_eliminated']} eliminated; {seconds:.1f} s"
         )
+    if interrupted:
+        raise typer.Exit(130)
     if totals["violations"]:
         raise typer.Exit(1)
+
+
+def _describe_swarm(found: SwarmResult) -> str:
+    result, took = found.result, found.seconds_per_step
+    metric = "none" if result.final_metric is None else f"{result.final_metric:.4f}"
+    pace = f", {took:.2f} s each" if took is not None else ""
+    equal: bool | None = found.digests_equal
+    states = {True: "all honest states are equal", False: "honest states are NOT equal", None: "nobody finished"}
+    return (
+        f"{result.metric_name} {metric} after {result.steps} steps{pace}; "
+        f"{result.byzantine_banned} attackers banned, honest peers banned: {result.honest_banned}; "
+        f"{states[equal]}; written to {result.out}"
+    )
 
 
 def _find_free(out: Path) -> Path:

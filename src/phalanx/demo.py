@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,23 @@ class DemoResult:
 def run_demo(out: Path, settings: dict[str, Any] | None = None) -> DemoResult:
     """Train ``digits`` both ways at once, show it, and write a picture and a report into ``out``."""
     chosen = SETTINGS if settings is None else settings
-    out.mkdir(parents=True, exist_ok=True)
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is told at once
+    try:
+        bare, safe = _train_both(chosen)
+    except BaseException:  # interrupted, too
+        if is_new:
+            with suppress(OSError):
+                out.rmdir()
+        raise
+    picture, report = out / "demo.png", out / "report.html"
+    write_safely(picture, lambda path: plot_duel(bare.events, safe.events, path))
+    write_safely(report, lambda path: write_report(path, safe.events, unprotected=bare.events, command="phalanx demo"))
+    return DemoResult(unprotected=bare, protected=safe, picture=picture, report=report)
+
+
+def _train_both(settings: dict[str, Any]) -> tuple[Result, Result]:
+    """The results without and with protection."""
     results: dict[str, Result] = {}
     errors: list[BaseException] = []
     pace = _Pace()
@@ -53,7 +70,7 @@ def run_demo(out: Path, settings: dict[str, Any] | None = None) -> DemoResult:
         def train(defense: str) -> None:
             try:
                 follow = pace.follow(tracks[defense])
-                results[defense] = simulate("digits", **chosen, defense=defense, on_event=follow, stop=is_over)
+                results[defense] = simulate("digits", **settings, defense=defense, on_event=follow, stop=is_over)
             except BaseException as error:
                 errors.append(error)
             finally:
@@ -65,11 +82,7 @@ def run_demo(out: Path, settings: dict[str, Any] | None = None) -> DemoResult:
         beside.join()
     if errors:
         raise errors[0]
-    bare, safe = results["mean"], results["phalanx"]
-    picture, report = out / "demo.png", out / "report.html"
-    write_safely(picture, lambda path: plot_duel(bare.events, safe.events, path))
-    write_safely(report, lambda path: write_report(path, safe.events, unprotected=bare.events, command="phalanx demo"))
-    return DemoResult(unprotected=bare, protected=safe, picture=picture, report=report)
+    return results["mean"], results["phalanx"]
 
 
 class _Pace:

@@ -173,6 +173,21 @@ class SlowPathOpened(_Event, frozen=True):
     phase: str
 
 
+class Halted(_Event, frozen=True):
+    """The members cannot settle who is out: the run stands still rather than goes on with too few."""
+
+    step: Count
+    silent: list[Count]
+    keys: list[Hex]
+    allowed: Count
+
+
+class WentOn(_Event, frozen=True):
+    """The run, which had halted, moves again."""
+
+    step: Count
+
+
 class MarginLost(_Event, frozen=True):
     """The roster no longer affords all validators."""
 
@@ -212,6 +227,8 @@ Event: TypeAlias = (
     | Joined
     | Left
     | SlowPathOpened
+    | Halted
+    | WentOn
     | MarginLost
     | CheckpointWritten
     | Interrupted

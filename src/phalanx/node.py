@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from phalanx.attacks import Attack
 from phalanx.core.crypto import Identity, compute_digest, parse_peer_id
-from phalanx.core.errors import LocalError
+from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.messages import MAX_MANIFEST
 from phalanx.events import Event
 from phalanx.training.checkpoints import write_safely
@@ -48,10 +49,15 @@ def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[s
         raise LocalError(f"{path} exists and is not overwritten: it may be the manifest of a run")
     if not path.parent.is_dir():
         raise LocalError(f"{path.parent}: there is no such folder")
+    if not os.access(path.parent, os.W_OK):
+        raise LocalError(f"{path.parent}: nothing can be written to this folder; choose another")
     if not founders:
         raise LocalError("founders: expected their peer ids; phalanx keygen prints one for each key that it makes")
     manifest = make_network_manifest(task, founders, **settings)
-    write_manifest(path, manifest)
+    try:
+        write_manifest(path, manifest)
+    except WriteFailed as error:
+        raise LocalError(str(error)) from None
     return manifest
 
 

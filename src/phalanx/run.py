@@ -13,12 +13,12 @@ from types import FrameType
 from typing import Any
 
 from phalanx.core.errors import LocalError
-from phalanx.events import read_events
+from phalanx.events import RunStarted, read_events
 from phalanx.show.plots import plot_run
 from phalanx.show.progress import Progress
 from phalanx.show.report import write_report
 from phalanx.training.allocation import keep_freed_memory
-from phalanx.training.checkpoints import write_safely
+from phalanx.training.checkpoints import find_latest, write_safely
 from phalanx.training.manifest import Manifest, read_manifest
 from phalanx.training.recorder import EVENTS
 from phalanx.training.simulate import MANIFEST, Result, resume, simulate
@@ -36,13 +36,16 @@ def run_simulate(
         out = out.absolute()  # a task's file may change the folder
     if stop_at is not None and stop_at < 1:
         raise LocalError(f"--stop-at: expected a step from 1, got {stop_at}")
-    with listen_for_interrupts(keeps=out is not None) as is_interrupted, Progress() as progress:
+    if not resume and "attack" not in chosen and ("start" in chosen or "every" in chosen):
+        raise LocalError("--start, --every: there is no attack; choose one with --attack, or leave them out")
+    how = "with a checkpoint" if out is not None else "keeping nothing, since there is no --out"
+    with listen_for_interrupts(f"stopping after this step, {how}") as is_interrupted, Progress() as progress:
 
         def stop(step: int) -> bool:
             return is_interrupted() or (stop_at is not None and step >= stop_at)
 
         if resume:
-            result = _resume(chosen, out, progress, stop)
+            result = _resume(chosen, out, progress, stop, stop_at)
         else:
             result = simulate(**{"task": "digits", **chosen}, out=out, on_event=progress.on_event, stop=stop)
     _leave_pictures(result)
@@ -51,8 +54,8 @@ def run_simulate(
 
 
 @contextmanager
-def listen_for_interrupts(keeps: bool = True) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks to stop; a second one stops at once. ``keeps``: whether there will be a checkpoint."""
+def listen_for_interrupts(answer: str) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks to stop; a second one stops at once. ``answer`` says what happens after the first."""
     asked = False
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -60,8 +63,7 @@ def listen_for_interrupts(keeps: bool = True) -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        how = "with a checkpoint" if keeps else "keeping nothing, since there is no --out"
-        print(f"phalanx: stopping after this step, {how}; press Ctrl-C again to stop at once", file=sys.stderr)
+        print(f"phalanx: {answer}; press Ctrl-C again to stop at once", file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, hear)
     try:
@@ -75,6 +77,7 @@ def _resume(
     out: Path | None,
     progress: Progress,
     stop: Callable[[int], bool],
+    stop_at: int | None,
 ) -> Result:
     if out is None:
         raise LocalError("--resume needs --out, the folder of the run")
@@ -88,6 +91,12 @@ def _resume(
             )
     if (out / EVENTS).exists():
         progress.catch_up(read_events(out / EVENTS))
+    latest = find_latest(out)
+    done = int(latest.name) if latest is not None else 0
+    if done >= manifest.run.steps:
+        print(f"phalanx: the run in {out} is at its end; nothing is left to do", file=sys.stderr)
+    elif stop_at is not None and done >= stop_at:
+        print(f"phalanx: --stop-at {stop_at}: the run in {out} is at step {done} already", file=sys.stderr)
     return resume(out, on_event=progress.on_event, stop=stop)
 
 
@@ -101,11 +110,19 @@ def _look_up(manifest: Manifest, name: str, value: Any) -> Any:
     if name == "clip":
         return manifest.clipping.cap
     if name == "tau":
-        return "auto" if manifest.clipping.tau is None else str(manifest.clipping.tau)
+        held = "auto" if manifest.clipping.tau is None else manifest.clipping.tau
+        return value if held == _parse_tau(value) else held
     for section in (manifest.run, manifest.simulation, manifest.task):
         if name in section.__struct_fields__:
             return getattr(section, name)
     return None
+
+
+def _parse_tau(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _find_file(task: str) -> str:
@@ -144,15 +161,17 @@ def format_command(manifest: Manifest) -> str:
 def _say_goodbye(result: Result) -> None:
     value = "none" if result.final_metric is None else f"{result.final_metric:.4f}"
     traffic = result.bytes_per_peer_step or 0.0
+    attacked = any(isinstance(event, RunStarted) and event.attack is not None for event in result.events)
+    fate = f"{result.byzantine_banned} attackers banned, {result.byzantine_active} still in"
     print(
-        f"{result.metric_name} {value} after {result.steps} steps; {result.byzantine_banned} attackers banned, "
-        f"{result.byzantine_active} still in; honest peers banned: {result.honest_banned}; "
+        f"{result.metric_name} {value} after {result.steps} steps; {fate if attacked else 'nobody attacked'}; "
+        f"honest peers banned: {result.honest_banned}; "
         f"{traffic / 1e3:.1f} kB sent per peer and step (all-reduce: {result.allreduce_bytes_per_peer_step / 1e3:.1f})",
         file=sys.stderr,
     )
     if result.out is not None:
         print(f"written to {result.out}; the event log ends in {result.log_head}", file=sys.stderr)
     if result.interrupted and result.out is not None:
-        print(f"go on with: phalanx simulate --out {result.out} --resume", file=sys.stderr)
+        print(f"go on with: phalanx simulate --out {shlex.quote(result.out)} --resume", file=sys.stderr)
     elif result.interrupted:
         print("nothing was kept; with --out FOLDER a run that was stopped can be resumed", file=sys.stderr)

@@ -69,7 +69,10 @@ REFUSALS: list[tuple[Config, str]] = [
     (make(validators=2, outages=1), "= 2, not 3: lower byzantine to 1, or take 8 members"),
     (make(16, byzantine=7, outages=1), "= 1, not 2: lower byzantine to 6"),
     (make(16, byzantine=8), "= 0, not 1: lower byzantine to 7, or take 18 members"),
-    (make(1, byzantine=0), "= 0, not 1: lower byzantine to 0, or take 2 members"),
+    (make(1, byzantine=0), "= 0, not 1: take 2 members"),
+    (make(4, byzantine=0, validators=4), "= 3, not 4: lower validators to 3, or take 5 members"),
+    (make(4, byzantine=0, validators=1, outages=3), "= 3, not 4: lower outages to 2, or take 5 members"),
+    (make(5, byzantine=1, validators=5), "= 2, not 5: lower validators to 2, or take 8 members"),
     (make(0, byzantine=0), "0 members"),
     (make(6, byzantine=2, partition_safe=True), 'quorum "partition-safe" .* lower byzantine to 1, or take 7 members'),
     (make(7, outages=1, partition_safe=True), 'quorum "partition-safe" .* or take 8 members'),
@@ -116,10 +119,14 @@ def test_honest_contributors_are_a_majority_and_the_advice_helps(
         config.check()
     except LocalError as refusal:
         assert honest <= byzantine
-        lower, more = map(int, re.findall(r"lower byzantine to (\d+), or take (\d+) members", str(refusal))[0])
-        make(more, byzantine=byzantine, validators=validators, outages=outages).check()
-        if members > validators + outages:
-            make(members, byzantine=lower, validators=validators, outages=outages).check()
+        given = {"byzantine": byzantine, "validators": validators, "outages": outages}
+        advice = re.search(r"(?:lower (\w+) to (\d+), or )?take (\d+) members", str(refusal))
+        assert advice is not None
+        make(int(advice[3]), **given).check()
+        if advice[1] is not None:
+            assert int(advice[2]) < given[advice[1]]
+            make(members, **{**given, advice[1]: int(advice[2])}).check()
+        assert (advice[1] == "byzantine") == (members > validators + outages)
     else:
         assert honest > byzantine
 

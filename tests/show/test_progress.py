@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 from stories import KEYS, make_ban, make_run, make_start
 
-from phalanx.events import Interrupted, Joined, Left, MarginLost, Removed, Resumed, RunFinished, StepFinished
+from phalanx.events import (
+    Evaluated,
+    Halted,
+    Interrupted,
+    Joined,
+    Left,
+    MarginLost,
+    Removed,
+    Resumed,
+    RunFinished,
+    StepFinished,
+    WentOn,
+)
 from phalanx.show.progress import Duel, Progress
 
 
@@ -73,6 +86,36 @@ def test_who_comes_and_goes_is_told() -> None:
     text = file.getvalue()
     for words in ("removed: silent", "joined", "left", "1 missing", "interrupted at step 7"):
         assert words in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_halt_is_told_with_its_reason_and_its_end(terminal: bool) -> None:
+    console, file = make_console(terminal)
+    with Progress(console) as progress:
+        track = progress._board.tracks[0]
+        progress.on_event(make_start())
+        progress.on_event(Halted(3, [2], [KEYS[2]], 0))
+        assert track.numbers.endswith("0 banned  halted")
+        progress.on_event(WentOn(3))
+        assert "halted" not in track.numbers
+        progress.on_event(Halted(4, [2], [KEYS[2]], 1))
+        progress.on_event(StepFinished(4, 0, 8, 1.0, None, 0, 0.0, "ab" * 32))
+        assert "halted" not in track.numbers
+    text = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).split())
+    assert "step 3: the run halts: more members are silent (peer 2) than byzantine + outages and the quorum" in text
+    assert "allow (0); it goes on when they are back" in text
+    assert "step 3: the run goes on" in text
+    assert "step 4: the run halts: messages took longer than delta" in text
+
+
+def test_two_losses_have_two_names() -> None:
+    console, file = make_console(terminal=False)
+    with Progress(console) as progress:
+        progress.on_event(make_start(steps=1, metric_name="loss"))
+        progress.on_event(StepFinished(0, 0, 8, 2.5, None, 0, 0.0, "ab" * 32))
+        progress.on_event(Evaluated(1, 1.5))
+        progress.on_event(RunFinished(1, 1.5, "ab" * 32))
+    assert "loss 2.5  test loss 1.5" in file.getvalue()
 
 
 def test_a_resumed_run_goes_on_where_it_was() -> None:

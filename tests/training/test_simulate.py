@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,27 @@ def test_a_server_resumes_too(tmp_path: Path, defense: str) -> None:
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     whole = simulate(task, **ATTACKED, out=tmp_path / "run")
-    assert is_same(resume(tmp_path / "run", task=task), whole)
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    again = resume(tmp_path / "run", task=task)
+    assert is_same(again, whole)
+    assert again.log_head == whole.log_head
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_without_its_last_checkpoint_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    whole = simulate(task, **ATTACKED, out=run, checkpoint_every=8)
+    shutil.rmtree(run / "checkpoints" / "000030")
+    again = resume(run, task=task)
+    assert is_same(again, whole)
+    assert [event.step for event in again.events if isinstance(event, events.Resumed)] == [24]
+
+
+def test_a_run_that_should_have_stopped_before_does_no_more(tmp_path: Path) -> None:
+    first = simulate(task, **ATTACKED, out=tmp_path / "run", stop=lambda step: step >= 5)
+    again = resume(tmp_path / "run", task=task, stop=lambda step: step >= 5)
+    assert (again.steps, again.interrupted, again.state_digest) == (5, True, first.state_digest)
+    assert torch.equal(again.model["weight"], first.model["weight"])
 
 
 def test_an_attack_right_before_a_stop_is_still_found(tmp_path: Path) -> None:
@@ -326,6 +347,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"clip": 0.0}, "clip: expected a positive number, got 0"),
     ({"optimizer": {"name": "adam"}}, "optimizer: name = 'adam'"),
     ({"wire": "int4"}, "wire: 'int4' is not one of"),
+    ({"byzantine": 0}, "attack 'sign_flip': byzantine is 0, so nobody attacks"),
+    ({"start": 30}, "start: the attack begins in step 30, and the last step is 29"),
+    ({"attack": "sign_flip@40", "start": None}, "start: the attack begins in step 40"),
+    ({"seed": "a"}, "seed: expected a whole number, got 'a'"),
     ({"peers": 40, "byzantine": 2}, "33 parameters cannot be cut into 40 parts"),
 ]
 

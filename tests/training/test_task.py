@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,6 +68,12 @@ def test_rows_belong_together() -> None:
     assert labels.tolist() == [1, 0, 1]
 
 
+def test_rows_that_do_not_fit_into_memory_are_one_line() -> None:
+    wide = Data((torch.zeros(1, 1).expand(1, 1 << 50),))
+    with pytest.raises(LocalError, match="batch: 2 rows do not fit into memory; take fewer"):
+        wide.select(torch.tensor([0, 0]))
+
+
 def test_selected_rows_are_copies() -> None:
     data = Data((INPUTS.clone(),))
     before = data.digest
@@ -116,6 +123,8 @@ def test_the_digest_of_data_does_not_depend_on_layout() -> None:
         ((torch.tensor(1.0),), "one or more tensors"),
         ((torch.zeros(3), torch.zeros(4)), r"same number of rows, and at least one, got \[3, 4\]"),
         ((torch.zeros(0, 2),), "at least one"),
+        (torch.zeros(3, 2), r"expected a tuple of tensors, got a Tensor; write Data\(\(tensor,\)\)"),
+        ((np.zeros((3, 2)),), "expected tensors, got numpy.ndarray; torch.as_tensor makes one of it"),
     ],
 )
 def test_data_without_rows_of_one_length_is_refused(tensors: tuple[torch.Tensor, ...], message: str) -> None:

@@ -21,6 +21,7 @@ from phalanx.show.story import (
     describe_end,
     format_metric,
     format_peers,
+    name_metric,
     tell,
 )
 
@@ -52,7 +53,7 @@ def plot_run(events: Iterable[Event], path: Path | IO[bytes], theme: Theme = LIG
     canvas = _Canvas(theme, story.started.steps, [3.2, None, 2.0, 1.3], _label(story, story.started.steps))
     metric, bans, loss, members = canvas.axes
     _draw_metric(metric, story, theme.protected, "-", None)
-    metric.set_ylabel(_shorten(story.started.metric_name, 24), fontsize=_TEXT, parse_math=False)
+    metric.set_ylabel(_plain(name_metric(story.started)), fontsize=_TEXT, parse_math=False)
     steps = sorted(story.steps)
     losses = [_number(story.steps[step].loss) for step in steps]
     loss.plot([step + 1 for step in steps], losses, color=theme.protected, linewidth=1.8)

@@ -14,6 +14,7 @@ from phalanx.events import (
     Banned,
     Evaluated,
     Event,
+    Halted,
     Interrupted,
     Joined,
     Left,
@@ -23,8 +24,17 @@ from phalanx.events import (
     RunFinished,
     RunStarted,
     StepFinished,
+    WentOn,
 )
-from phalanx.show.story import clean, describe_attack, describe_ban, format_metric, format_peer
+from phalanx.show.story import (
+    clean,
+    describe_attack,
+    describe_ban,
+    describe_halt,
+    format_metric,
+    format_peer,
+    name_metric,
+)
 
 _LINES = 10  # of a run, apart from bans, where there is no terminal
 _STRETCH = 50  # steps between lines if nobody said how many there will be
@@ -42,6 +52,7 @@ class Track:
         self.members: int | None = None
         self.banned: set[int] = set()
         self.finished = False
+        self.halted = False
         self._said = 0
         self._say = say
         self._refresh = refresh
@@ -52,17 +63,19 @@ class Track:
 
     @property
     def numbers(self) -> str:
-        """Loss, metric, members and bans."""
+        """Loss, metric, members and bans, and whether all stands still."""
         words = []
         if self.last is not None and self.last.loss is not None:
             words.append(f"loss {self.last.loss:.4g}")
         elif self.last is not None and not (self.started is not None and self.started.clock == "wall"):
             words.append("loss not a number")  # where peers tell their own story, who validates has none
         if self.metric is not None and self.started is not None:
-            words.append(f"{clean(self.started.metric_name, 24)} {self.metric}")
+            words.append(f"{name_metric(self.started)} {self.metric}")
         if self.members is not None:
             words.append(f"{self.members} members")
         words.append(f"{len(self.banned)} banned")
+        if self.halted:
+            words.append("halted")
         return "  ".join(words)
 
     def catch_up(self, events: Iterable[Event]) -> None:
@@ -82,7 +95,7 @@ class Track:
             self.members = event.peers
             self.tell(f"{clean(event.task, 60)}: {describe_attack(event)}; defense: {clean(event.defense, 60)}")
         elif isinstance(event, StepFinished):
-            self.done, self.last, self.members = event.step + 1, event, event.members
+            self.done, self.last, self.members, self.halted = event.step + 1, event, event.members, False
         elif isinstance(event, Evaluated) and self.started is not None:
             self.metric = format_metric(self.started, event.metric)
         elif isinstance(event, Banned):
@@ -96,6 +109,13 @@ class Track:
             self.tell(f"step {event.step}: {format_peer(event.peer, event.key)} joined")
         elif isinstance(event, Left):
             self.tell(f"step {event.step}: {format_peer(event.peer, event.key)} left")
+        elif isinstance(event, Halted):
+            self.halted = True
+            again = "they are back" if len(event.silent) > event.allowed else "they come"
+            self.tell(f"step {event.step}: the run halts: {describe_halt(event)}; it goes on when {again}", "yellow")
+        elif isinstance(event, WentOn):
+            self.halted = False
+            self.tell(f"step {event.step}: the run goes on")
         elif isinstance(event, MarginLost):
             self.tell(f"step {event.step}: too few members for all validators, {event.missing} missing", "yellow")
         elif isinstance(event, Resumed):

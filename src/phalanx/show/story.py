@@ -11,6 +11,7 @@ from phalanx.events import (
     Banned,
     Evaluated,
     Event,
+    Halted,
     Joined,
     Left,
     Removed,
@@ -115,6 +116,12 @@ def clean(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def name_metric(started: RunStarted, limit: int = 24) -> str:
+    """What evaluations measure, under another name than the loss of the batches."""
+    name = clean(started.metric_name, limit)
+    return "test loss" if name.strip().lower() == "loss" else name
+
+
 def format_metric(started: RunStarted, metric: float | None) -> str:
     """An accuracy as a percentage, anything else as a number."""
     if metric is None:
@@ -163,6 +170,14 @@ def describe_ban(ban: Banned) -> str:
         f"step {ban.step}: {format_peer(ban.peer, ban.key)} banned{accuser}, {clean(ban.rule)}: {clean(ban.reason)}; "
         f"{format_evidence(ban)}"
     )
+
+
+def describe_halt(halt: Halted) -> str:
+    """Why the run stands still."""
+    if len(halt.silent) <= halt.allowed:
+        return "messages took longer than delta"
+    silent = format_peers(halt.silent)
+    return f"more members are silent ({silent}) than byzantine + outages and the quorum allow ({halt.allowed})"
 
 
 def describe_attack(started: RunStarted) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -24,7 +24,7 @@ from phalanx.core.effects import Leave, Story
 from phalanx.core.envelope import Examiner
 from phalanx.core.errors import LocalError
 from phalanx.core.justice import LEFT, find_leaving
-from phalanx.core.membership import View, compute_batch_seed, encode_view
+from phalanx.core.membership import View, compute_batch_seed, compute_quorum, encode_view
 from phalanx.core.memory import Link, Memory, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase, PullChain
 from phalanx.core.peer import Peer
@@ -97,6 +97,22 @@ class Settings:
     """What strangers may ask for: the manifest, the code of the task."""
 
 
+def make_halted(note: notes.Halted, peer: Peer, places: Mapping[bytes, int]) -> events.Halted:
+    """The log's event for a halt: silent is who sent nothing at its height, or no vote although there was one."""
+    epoch = peer.find_epoch(note.height)
+    assert epoch is not None
+    view, config = epoch.view, peer.config
+    voters = {key for (height, _, _), votes in peer.votes.items() if height == note.height for key in votes}
+    heard = peer.page(note.height).letters.keys() & (voters or set(view.roster))
+    silent = [key for key in view.roster if key not in heard]
+    return events.Halted(
+        step=note.step,
+        silent=[places[key] for key in silent],
+        keys=[key.hex() for key in silent],
+        allowed=min(view.bound + config.outages, len(view.roster) - compute_quorum(config, view)),
+    )
+
+
 class Member:
     """One peer of a run, in this process."""
 
@@ -110,6 +126,7 @@ class Member:
         self._told: set[tuple[Any, ...]] = set()
         self._leaving = self._left = False
         self._finished = self._banned = self._stopping = False
+        self._halted = False
         self._say = settings.say
         self._sent, self._began = 0, time.monotonic()
         settings.out.mkdir(parents=True, exist_ok=True)
@@ -293,6 +310,10 @@ class Member:
     # ---- Watching
 
     def _on_note(self, event: Any) -> None:
+        if isinstance(event, notes.Resumed | notes.StepFinished):
+            self._tell_went_on(event.step)
+        elif isinstance(event, notes.AttemptStarted | notes.Jumped | notes.RunFinished):
+            self._tell_went_on(event.view.step)
         match event:
             case notes.AttemptStarted():
                 self._meet(event.view)
@@ -306,6 +327,8 @@ class Member:
                 self._tell_removed(event)
             case notes.SlowPath() if self._is_news("slow path", event.height):
                 self._recorder.add(events.SlowPathOpened(event.step, event.phase.name))
+            case notes.Halted() if self._is_news("halted", event.height):
+                self._tell_halted(event)
             case notes.MarginLost() if self._is_news("margin", event.missing):
                 self._recorder.add(events.MarginLost(event.step, event.missing))
             case notes.RunFinished():
@@ -343,6 +366,15 @@ class Member:
             events.Left(event.step, place, text) if left else events.Removed(event.step, place, text, event.reason)
         )
         self._left = self._left or (self._leaving and event.key == self._key)
+
+    def _tell_halted(self, event: notes.Halted) -> None:
+        self._halted = True
+        self._recorder.add(make_halted(event, self._peer, self._index))
+
+    def _tell_went_on(self, step: int) -> None:
+        if self._halted:
+            self._halted = False
+            self._recorder.add(events.WentOn(step))
 
     def _finish_step(self, event: notes.StepFinished) -> None:
         view, peer = event.view, self._peer

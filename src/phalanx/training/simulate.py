@@ -1,9 +1,11 @@
 """Train with a swarm in one process: ``phalanx.simulate``, and what ``phalanx simulate`` calls.
 
 import phalanx
+from phalanx.training.tasks import load_task
 
 result = phalanx.simulate("digits", peers=16, byzantine=7, attack="sign_flip", start=50)
 print(result.final_metric, result.steps_to_ban)
+model = load_task("digits").model()
 model.load_state_dict(result.model)
 """
 
@@ -132,9 +134,10 @@ def simulate(
     if batch is not None:
         chosen = replace(chosen, batch=batch)
     attacking = load_attack(attack) if isinstance(attack, str) else attack
+    _require_attackers(attack, byzantine)
     start = get_start(attacking) if start is None else start
     _check(
-        *(peers, byzantine, start, every, defense),
+        *(peers, byzantine, start, every, defense, seed),
         steps=steps,
         validators=validators,
         batch=batch,
@@ -160,6 +163,9 @@ def simulate(
         wire=wire,
         device=device,
     )
+    attacks = byzantine > 0 and attack != "none"
+    if attacks and start >= plan.run.steps:
+        raise LocalError(f"start: the attack begins in step {start}, and the last step is {plan.run.steps - 1}")
     manifest = Manifest(
         **msgspec.structs.asdict(plan),
         simulation=SimulationSection(
@@ -168,7 +174,7 @@ def simulate(
             start=start,
             every=every,
             delay=delay,
-            attackers=sorted(Random(seed).sample(range(peers), byzantine)),
+            attackers=sorted(Random(seed).sample(range(peers), byzantine)) if attacks else [],
             evaluate_every=evaluate_every if evaluate_every is not None else max(1, plan.run.steps // 40),
             checkpoint_every=checkpoint_every if checkpoint_every is not None else max(1, plan.run.steps // 4),
         ),
@@ -191,7 +197,7 @@ def resume(
 ) -> Result:
     """Go on with a run from its last checkpoint. It ends in the same state as if it had not stopped.
 
-    A task or an attack that was given as an object has to be given again.
+    A task or an attack that was given as an object has to be given again. A run that is at its end stays as it is.
     """
     folder = Path(out)
     manifest = read_manifest(folder / MANIFEST)
@@ -253,18 +259,23 @@ def _run(
         if "label_flip" in simulation.attack and task.poison is None:
             raise LocalError(f"attack label_flip: task {task.name!r} does not say what false labels are (Task.poison)")
         started = _announce(manifest, task, config)
-        if resumed and (told := recorder.events):
+        told = recorder.events if resumed else []
+        if told:
             _require_same(told[0], started, out)
         else:
             recorder.add(started)
         if checkpoint is not None and checkpoint.run != config.run:
             raise LocalError(f"{out}: the checkpoint of step {checkpoint.step} is of another run; remove it")
-        if resumed:
+        over = checkpoint is not None and checkpoint.step >= run.steps
+        if resumed and not (over and any(isinstance(event, events.RunFinished) for event in told)):
             recorder.add(events.Resumed(checkpoint.step if checkpoint is not None else 0))
         if checkpoint is None:
             recorder.evaluate(0, gradients.start)
         if checkpoint is not None and checkpoint.step >= run.steps:
             recorder.release(checkpoint)
+        elif checkpoint is not None and recorder.wants_to_stop(checkpoint.step):
+            recorder.state = checkpoint.states[checkpoint.step]
+            recorder.add(events.Interrupted(checkpoint.step))
         else:
             _make_run(manifest, config, signers, verify, attackers, workshop, recorder, checkpoint).run()
     finally:
@@ -343,7 +354,14 @@ def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = No
 # ---- Preparing a run
 
 
-def _check(peers: int, byzantine: int, start: int, every: int, defense: str, **counts: int | None) -> None:
+def _require_attackers(attack: str | Attack, byzantine: int) -> None:
+    """Where there is an attack, somebody attacks."""
+    if attack != "none" and byzantine == 0:
+        name = repr(attack) if isinstance(attack, str) else type(attack).__name__
+        raise LocalError(f"attack {name}: byzantine is 0, so nobody attacks; say how many do, or leave the attack out")
+
+
+def _check(peers: int, byzantine: int, start: int, every: int, defense: str, seed: int, **counts: int | None) -> None:
     """Numbers that no run can have, before anything is computed or written."""
     if defense not in DEFENSES:
         raise LocalError(f"defense {defense!r} is unknown; expected one of {', '.join(DEFENSES)}")
@@ -351,6 +369,8 @@ def _check(peers: int, byzantine: int, start: int, every: int, defense: str, **c
     given = {"peers": peers, "byzantine": byzantine, "start": start, "every": every, **counts}
     for name, value in given.items():
         require_whole(name, value, lowest.get(name, 1))
+    if type(seed) is not int:
+        raise LocalError(f"seed: expected a whole number, got {seed!r}")
     if byzantine > peers:
         raise LocalError(f"byzantine: expected 0 to {peers}, the number of peers, got {byzantine}")
 

@@ -41,6 +41,13 @@ class Data:
     tensors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
+        given: Any = self.tensors
+        if not isinstance(given, tuple | list):
+            raise LocalError(f"data: expected a tuple of tensors, got a {type(given).__name__}; write Data((tensor,))")
+        for value in given:
+            if not isinstance(value, Tensor):
+                kind = f"{type(value).__module__}.{type(value).__qualname__}"
+                raise LocalError(f"data: expected tensors, got {kind}; torch.as_tensor makes one of it")
         if not self.tensors or any(t.ndim == 0 for t in self.tensors):
             raise LocalError("data: expected one or more tensors with rows")
         lengths = [len(t) for t in self.tensors]
@@ -52,7 +59,12 @@ class Data:
 
     def select(self, indices: Tensor) -> Batch:
         """The rows with these numbers, copied."""
-        return tuple(t.index_select(0, indices) for t in self.tensors)
+        try:
+            return tuple(t.index_select(0, indices) for t in self.tensors)
+        except (RuntimeError, MemoryError) as error:
+            if "memory" not in str(error):
+                raise
+            raise LocalError(f"batch: {len(indices)} rows do not fit into memory; take fewer") from None
 
     def chunks(self, rows: int = _ROWS_AT_ONCE) -> Iterator[Batch]:
         """All rows in order, so many at a time."""
