@@ -183,6 +183,19 @@ def test_digits_needs_nothing() -> None:
     assert load_task("digits").name == "digits"
 
 
+def test_a_file_draws_the_same_numbers_each_time(tmp_path: Path) -> None:
+    """And leaves the generators as they were."""
+    file = tmp_path / "drawn.py"
+    drawn = "torch.randn(int(rows), 4) + random.random() + np.random.rand()"
+    file.write_text("import random\nimport numpy as np" + TASK_FILE.replace("torch.zeros(int(rows), 4)", drawn))
+    np.random.seed(1)
+    expected = np.random.rand()
+    np.random.seed(1)
+    first, second = (load_task(f"{file}:mine").train.tensors[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert np.random.rand() == expected
+
+
 def test_a_file_names_a_task(task_file: Path) -> None:
     assert load_task(f"{task_file}:mine").name == "mine"
 

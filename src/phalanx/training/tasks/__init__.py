@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import random
 import runpy
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from phalanx.core.errors import LocalError
@@ -77,11 +79,16 @@ def _run_file(path: Path) -> dict[str, Any]:
     """What a file defines. It finds its neighbours, and draws the same random numbers each time it is run."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
+    before = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
             return runpy.run_path(str(path), run_name=path.stem)
     finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
         sys.path.remove(folder)
 
 
