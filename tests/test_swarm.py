@@ -280,7 +280,7 @@ def test_a_log_is_heard_once_though_its_peer_comes_back(tmp_path: Path) -> None:
 # ---- Signals: no process is left behind
 
 SCRIPT = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
 from pathlib import Path
 from phalanx.run import listen_for_interrupts
 from phalanx.swarm import Attackers, Ground, Swarm
@@ -290,6 +290,7 @@ CHILD = "import signal, sys, time; signal.signal(signal.SIGTERM, {how}); print('
 def launch(place, words, **options):
     return subprocess.Popen([sys.executable, "-c", CHILD], **options)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may have it ignored
 with listen_for_interrupts("stopping") as is_interrupted:
     swarm = Swarm(Path(sys.argv[1]), 2, Attackers(), [], [], print, ground=Ground(launch=launch))
     def should_stop():
