@@ -136,7 +136,18 @@ def get_crew(insider: Insider) -> list[bytes]:
     return [key for key in insider.duties.contributors if key in insider.plot.keys]
 
 
-class SelfAccuser(Attack):
+class Accuser(Attack):
+    """Shows the charge that it noted to whoever asks for it."""
+
+    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
+        digest, charge = insider.notes.get("charge", (None, None))
+        message, sender = delivery.message, delivery.sender
+        if isinstance(message, m.PullProof) and message.case == digest and sender is not None:
+            insider.send_later(0.0, (sender,), charge)
+        return delivery
+
+
+class SelfAccuser(Accuser):
     """Lies in one REPORT, and accuses itself of it a step later: whoever let the lie pass would be to blame."""
 
     def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
@@ -152,13 +163,6 @@ class SelfAccuser(Attack):
         charge = m.Accusation(Rule.GRADIENT, insider.key, step, attempt, notes["parts"], commit, report, (), ())
         notes["charge"] = note_case(insider, charge), charge
         return change_body(sign, accusations=(*body.accusations, notes["charge"][0]))
-
-    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
-        digest, charge = insider.notes.get("charge", (None, None))
-        message, sender = delivery.message, delivery.sender
-        if isinstance(message, m.PullProof) and message.case == digest and sender is not None:
-            insider.send_later(0.0, (sender,), charge)
-        return delivery
 
 
 # ---- Who let a lie about its aggregate pass
@@ -196,7 +200,7 @@ def test_nobody_honest_is_banned_for_a_lie_of_one_who_vanishes() -> None:
 
 
 @dataclass(kw_only=True, eq=False)
-class LateAccuser(Attack):
+class LateAccuser(Accuser):
     """Accuses another attacker of the lie for which it was convicted a step ago, as though nobody had seen it then."""
 
     liar: int = 6
@@ -216,13 +220,6 @@ class LateAccuser(Attack):
         charge = m.Accusation(Rule.GRADIENT, liar, step, attempt, parts[:1], commit, report, (), ())
         notes["charge"] = note_case(insider, charge), charge
         return change_body(sign, accusations=(*body.accusations, notes["charge"][0]))
-
-    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
-        digest, charge = insider.notes.get("charge", (None, None))
-        message, sender = delivery.message, delivery.sender
-        if isinstance(message, m.PullProof) and message.case == digest and sender is not None:
-            insider.send_later(0.0, (sender,), charge)
-        return delivery
 
 
 def test_who_has_accused_a_liar_is_not_blamed_for_its_lie_later() -> None:
