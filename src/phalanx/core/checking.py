@@ -154,7 +154,7 @@ def _compare(peer: Peer, parts: dict[int, Piece], mine: Sequence[Piece]) -> Verd
 
 def find_fetch_time(config: Config) -> float:
     """Seconds that a check may wait for the target's bytes: only a tolerant one needs them."""
-    return 5 * config.delta + 2 * config.transfer_time if config.tolerance is not None else 0.0
+    return 9 * config.delta + 2 * config.transfer_time if config.tolerance is not None else 0.0
 
 
 def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes, accusers: Sequence[bytes]) -> Story:

@@ -268,7 +268,8 @@ def find_unshown(config: Config, transcript: Transcript) -> dict[tuple[bytes, by
         for finding in letter.body.findings
         if finding.verdict is Verdict.NOT_RECEIVED
     }
-    checks = {(check.checker, check.target) for check in transcript.duties.checks}
+    committed = {*last.contributors, *last.trials}  # a target that a dead attempt drew may have validated in the last
+    checks = {(check.checker, check.target) for check in transcript.duties.checks if check.target in committed}
     return {pair: Suspect(pair[1], last.step, last.attempt) for pair in sorted(said & checks)}
 
 
