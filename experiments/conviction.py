@@ -54,9 +54,10 @@ class Cheat(Attack):
         return super().is_active(insider) or (self.hides and self._is_drawn(insider))
 
     def _is_drawn(self, insider: Insider) -> bool:
-        cheated = insider.view.step - 1 in insider.notes.get("cheated", ())
-        return cheated and any(
-            check.target == insider.key and check.checker not in insider.plot.keys for check in insider.duties.checks
+        cheated = insider.notes.get("cheated", ())
+        return any(
+            check.target == insider.key and check.checker not in insider.plot.keys and check.step in cheated
+            for check in insider.duties.checks
         )
 
     def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:

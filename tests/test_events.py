@@ -402,7 +402,7 @@ def make_trial(verdict: Verdict) -> tuple[notes.Banned, dict[bytes, int]]:
     case = compute_case_digest(charge)
     said = []
     for place, signer in enumerate(signers):
-        confirm = Confirm(zero, (case,) if place == 1 else (), (), (), False)
+        confirm = Confirm(zero, (case,) if place == 1 else (), (), (), False, False)
         said.append(seal(signer, run, 20, 2, 0, Phase.CONFIRM, root, confirm))
     for place, signer in enumerate(signers):
         vote = Vote((Ballot(case, Verdict.NOT_RECEIVED if place == 2 else verdict),), ())

@@ -301,7 +301,7 @@ def start(
     announce: Announce = None,
     peer: Peer = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, at most 256.")] = None,
     threads: Threads = None,
     shelf: ShelfOption = None,
     attack: Annotated[str | None, typer.Option(help="Cheat like this, for experiments.")] = None,

@@ -100,7 +100,7 @@ def run_arena(
         signer, role = signers[number], roles[number]
 
         def start(disk: Disk) -> Story:
-            story = run_peer(config, signer.key, examiner, disk.view)
+            story = run_peer(config, signer.key, examiner, disk.view, disk.messages)
             return role.wrap(story, insiders[signer.key]) if role is not None else story
 
         return start

@@ -17,7 +17,7 @@ from phalanx.attacks.membership import Leave
 from phalanx.core import messages as m
 from phalanx.core.crypto import Domain
 from phalanx.core.effects import Broadcast, Delivery, Effect, Sign, Story
-from phalanx.core.envelope import open_body
+from phalanx.core.envelope import open_body, seal
 from phalanx.core.events import Banned, Removed
 from phalanx.core.membership import encode_view
 from phalanx.core.messages import Message, Phase, Rule, Signed
@@ -206,8 +206,11 @@ class Chatter(Attack):
     repeats: int = 4
 
     def each_attempt(self, insider: Insider) -> Iterable[Effect]:
+        view = insider.view
+        place = (insider.config.run, view.height + 2, view.step, view.attempt, Phase.COMMIT, bytes(32))
+        item = m.Relay((seal(insider.signer, *place, m.Timeout((), 1, None)),), ())
         for number in range(self.rounds * self.repeats):
-            yield Broadcast(insider.others, m.Gossip(insider.view.height + 2, number // self.repeats, ()))
+            yield Broadcast(insider.others, m.Gossip(view.height + 2, number // self.repeats, (item,)))
 
 
 def test_unasked_gossip_is_kept_within_bounds() -> None:

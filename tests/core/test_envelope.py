@@ -252,7 +252,7 @@ MISTAKES: dict[str, tuple[Phase, Any]] = {
     "text for bytes": (Phase.COMMIT, m.Commit(None, "x" * 32, VIEW)),  # type: ignore[arg-type]
     "three in a pair": (Phase.VOTE, m.Vote((), ((1, 2, 3),))),  # type: ignore[arg-type]
     "a pair of nobody": (Phase.VOTE, m.Vote((), ((0, m.MAX_MEMBERS),))),
-    "a round too many": (Phase.COMMIT, m.Endorsement(1 << 16, digest_of(1))),
+    "a round too many": (Phase.COMMIT, m.Endorsement(1 << 32, digest_of(1))),
 }
 
 
@@ -269,7 +269,7 @@ PLACES = {
     "a negative step": (RUN, HEIGHT, -1, ATTEMPT),
     "a step too far": (RUN, HEIGHT, 1 << 48, ATTEMPT),
     "a negative attempt": (RUN, HEIGHT, STEP, -1),
-    "an attempt too many": (RUN, HEIGHT, STEP, 1 << 16),
+    "an attempt too many": (RUN, HEIGHT, STEP, 1 << 48),
 }
 
 

@@ -29,6 +29,7 @@ from phalanx.core.membership import (
     decode_view,
     draw_targets,
     encode_view,
+    find_targets,
     finish_step,
     make_genesis,
     note_commits,
@@ -93,7 +94,9 @@ def draw_views(draw: st.DrawFn) -> tuple[Config, View]:
     targets = draw(st.lists(st.sampled_from(config.founders), max_size=4, unique=True))
     left = draw(st.lists(st.sampled_from(config.founders), min_size=2, unique=True))
     roster = tuple(key for key in config.founders if key in left)
-    trials = tuple(Check(draw(st.sampled_from(config.founders)), make_key(99)) for _ in range(draw(st.integers(0, 2))))
+    trials = tuple(
+        Check(draw(st.sampled_from(config.founders)), make_key(99), -1) for _ in range(draw(st.integers(0, 2)))
+    )
     fields = {"order": tuple(order), "targets": tuple(targets), "roster": roster, "trial_checks": trials}
     bound = draw(st.integers(0, config.byzantine))
     return config, change(view, **fields, bound=bound, doubts=bound)
@@ -133,7 +136,7 @@ def test_validator_that_is_gone_is_replaced_by_the_next_drawn(drawn: tuple[Confi
         left = tuple(key for key in config.founders if key not in waiting[:number])
         duties = compute_duties(config, change(view, roster=left))
         assert duties.validators == (validator,)
-        assert duties.checks == tuple(Check(validator, target) for target in view.targets)
+        assert duties.checks == tuple(Check(validator, target, view.step - 2) for target in view.targets)
 
 
 @pytest.mark.parametrize(("members", "byzantine", "validators"), [(4, 1, 1), (5, 1, 1), (5, 1, 2), (5, 0, 2)])
@@ -191,6 +194,19 @@ def test_retry_draws_more_targets_not_others() -> None:
     view = note_targets(view, config.founders[1:3])
     assert go(config, view).targets == config.founders[:3]
     assert go(config, view).carried == ()
+
+
+def test_targets_are_drawn_by_the_step_after_theirs() -> None:
+    """Whoever contributes to a step knows only after its reports whether it will be checked."""
+    config = make_config(validators=2)
+    view = note_commits(make_genesis(config), config.founders[:4], ())
+    assert find_targets(config, view, make_key(5), 1) == (), "nobody contributed before the first step"
+    view = note_commits(go(config, view), config.founders[3:], ())
+    drawn = find_targets(config, view, make_key(5), 1)
+    assert drawn == draw_targets(make_key(5), config.founders[:4], 2)
+    assert len(find_targets(config, view, make_key(5), 2)) == 4, "another attempt draws more"
+    checks = compute_duties(config, go(config, note_targets(view, drawn))).checks
+    assert {(check.target, check.step) for check in checks} == {(key, 0) for key in drawn}
 
 
 def test_batches_differ_by_run_randomness_step_and_peer() -> None:
@@ -284,16 +300,16 @@ def test_bound_is_never_below_what_may_be_byzantine(actions: list[tuple[str, int
 # ---- Suspects
 
 
-def test_whoever_goes_leaves_its_commits_behind_and_who_is_banned_does_not() -> None:
+def test_whoever_goes_leaves_its_commits_behind_also_if_it_is_banned() -> None:
     config = make_config()
     view, (one, two, *_) = make_genesis(config), config.founders
     view = go(config, note_commits(view, config.founders[1:], ()))
     view = note_commits(view, config.founders[:5], ())
     assert remove_members(config, view, remove(one)).suspects == (Suspect(one, 1, 0),)
     assert remove_members(config, view, remove(two)).suspects == (Suspect(two, 0, 0), Suspect(two, 1, 0))
-    assert remove_members(config, view, ban(two)).suspects == ()
+    assert remove_members(config, view, ban(two)).suspects == (Suspect(two, 0, 0), Suspect(two, 1, 0))
     both = remove_members(config, view, remove(one, two))
-    assert remove_members(config, both, ban(one)).suspects == (Suspect(two, 0, 0), Suspect(two, 1, 0))
+    assert remove_members(config, both, ban(one)).suspects == both.suspects
     cleared = remove_members(config, both, Changes(), acquitted=[Suspect(two, 0, 0)])
     assert cleared.suspects == (Suspect(one, 1, 0), Suspect(two, 1, 0))
 
@@ -302,11 +318,11 @@ def test_every_attempt_of_a_step_is_suspect() -> None:
     config = make_config()
     view = note_commits(make_genesis(config), config.founders, ())
     view = retry_step(config, view, remove(config.founders[6]), 9, bytes(32))
-    assert view.attempt == 1
+    assert (view.attempt, view.failed) == (9, 1)
     view = note_commits(view, config.founders[:6], ())
     view = remove_members(config, view, remove(config.founders[0]))
     assert Suspect(config.founders[0], 0, 0) in view.suspects
-    assert Suspect(config.founders[0], 0, 1) in view.suspects
+    assert Suspect(config.founders[0], 0, 9) in view.suspects
 
 
 def test_what_is_no_longer_kept_is_no_longer_suspect() -> None:
@@ -499,7 +515,7 @@ def test_other_encoding_of_a_view_is_no_view() -> None:
     """A digest must name one view: integers in more bytes than needed would give it a second one."""
     view = make_genesis(make_config())
     data = encode_view(view)
-    assert data[:3] == b"\xdc\x00\x16", "an array of 22 fields, step 0 first"
+    assert data[:3] == b"\xdc\x00\x17", "an array of 23 fields, step 0 first"
     assert data[3] == 0
     longer = data[:3] + b"\xcc\x00" + data[4:]
     assert msgspec.msgpack.decode(longer, type=View) == view
@@ -511,7 +527,7 @@ def test_every_field_is_in_the_bytes() -> None:
     others: dict[str, Any] = {
         "tau": 2.0,
         "scales": (1.0,),
-        "trial_checks": (Check(make_key(1), make_key(2)),),
+        "trial_checks": (Check(make_key(1), make_key(2), 3),),
         "strikes": (Count(make_key(1), 1),),
         "absences": (Count(make_key(1), 1),),
         "complaints": (Complaint(1, make_key(1), make_key(2)),),

@@ -559,13 +559,13 @@ REFUSED_BODIES: dict[str, list[Any]] = {
     "timeout: not increasing": ["timeout", [ONE, THREE, TWO], 0, None],
     "timeout: repeated": ["timeout", [ONE, TWO, TWO], 0, None],
     "timeout: missing in a later round": ["timeout", [ONE], 1, None],
-    "timeout: missing in the last round": ["timeout", [ONE], 65535, ONE],
+    "timeout: missing in the last round": ["timeout", [ONE], (1 << 32) - 1, ONE],
     "timeout: prepared in the first round": ["timeout", [ONE], 0, TWO],
     "timeout: prepared in the first round, and nobody missing": ["timeout", [], 0, TWO],
     "timeout: a round before the first": ["timeout", [], -1, None],
-    "timeout: a round too many": ["timeout", [], 65536, None],
+    "timeout: a round too many": ["timeout", [], 1 << 32, None],
     "endorsement: a round before the first": ["endorsement", -1, ONE],
-    "endorsement: a round too many": ["endorsement", 65536, ONE],
+    "endorsement: a round too many": ["endorsement", 1 << 32, ONE],
     "outcome: a double slot with a value": outcome([[1, ONE, ONE, True]]),
     "outcome: two values": outcome([[1, ONE, [ONE, TWO], False]]),
     "outcome: a height below 0": outcome([[-1, ONE, None, False]]),
@@ -578,7 +578,7 @@ REFUSED_BODIES: dict[str, list[Any]] = {
     "outcome: late not increasing": outcome(late=[TWO, ONE]),
     "outcome: late repeated": outcome(late=[TWO, TWO]),
     "outcome: a round before the first": outcome(round_=-1),
-    "outcome: a round too many": outcome(round_=65536),
+    "outcome: a round too many": outcome(round_=1 << 32),
     "outcome: final 1": outcome(final=1),
     "outcome: stands 0": outcome(stands=0),
     "outcome: no view": outcome(view=None),
@@ -602,7 +602,7 @@ REFUSED_MESSAGES: dict[str, list[Any]] = {
     "gossip: a relay without its name": ["gossip", HEIGHT, 0, [unpack("Gossip")[3][0][1:]]],
     "gossip: a message outside a relay": ["gossip", HEIGHT, 0, [unpack("Signed.Seal")]],
     "gossip: a height below 0": ["gossip", -1, 0, []],
-    "gossip: a round too many": ["gossip", HEIGHT, 65536, []],
+    "gossip: a round too many": ["gossip", HEIGHT, 1 << 32, []],
     "alarm: a height too far": ["alarm", 1 << 48, 0, []],
     "alarm: a round before the first": ["alarm", HEIGHT, -1, []],
     "alarm: a relay for evidence": ["alarm", HEIGHT, 0, unpack("Gossip")[3]],
@@ -665,7 +665,7 @@ ALLOWED_BODIES: dict[str, list[Any]] = {
     "vote: on nothing": ["vote", [], []],
     "vote: unopened alone": ["vote", [], [[1, 1]]],
     "timeout: a later round": ["timeout", [], 1, None],
-    "timeout: a later round, prepared": ["timeout", [], 65535, ONE],
+    "timeout: a later round, prepared": ["timeout", [], (1 << 32) - 1, ONE],
     "outcome: empty": outcome(),
     "outcome: one member in a slot, out and late": outcome([[1, ONE, None, False]], [ONE], [ONE]),
     "outcome: heights that grow while owners do not": outcome([[1, TWO, None, False], [2, ONE, None, False]]),
@@ -673,7 +673,7 @@ ALLOWED_BODIES: dict[str, list[Any]] = {
 }
 ALLOWED_MESSAGES: dict[str, list[Any]] = {
     "gossip: nothing": ["gossip", 0, 0, []],
-    "alarm: nothing": ["alarm", (1 << 48) - 1, 65535, []],
+    "alarm: nothing": ["alarm", (1 << 48) - 1, (1 << 32) - 1, []],
     "chain: nothing": ["chain", []],
     "chain: an empty view": ["chain", [[b"", []]]],
     "pullmessages: of one": ["pullmessages", 0, [ONE]],
@@ -707,8 +707,8 @@ MISUSES: dict[str, Callable[[], Any]] = {
     "lacking: no such part": lambda: m.Report((0.0,), (0.0,), (1,), ()),
     "lacking: entries not zero": lambda: m.Report((1.0,), (0.0,), (0,), ()),
     "findings: not increasing": lambda: m.Report((), (), (), (m.Finding(ONE, Verdict.GUILTY),) * 2),
-    "accusations: repeated": lambda: m.Confirm(ONE, (TWO, TWO), (), (), False),
-    "joins: not increasing": lambda: m.Confirm(ONE, (), (TWO, ONE), (), False),
+    "accusations: repeated": lambda: m.Confirm(ONE, (TWO, TWO), (), (), False, False),
+    "joins: not increasing": lambda: m.Confirm(ONE, (), (TWO, ONE), (), False, False),
     "ballots: not increasing": lambda: m.Vote((m.Ballot(ONE, Verdict.GUILTY), m.Ballot(ONE, Verdict.INNOCENT)), ()),
     "culprits: not increasing": lambda: m.Abort((TWO, ONE), VIEW),
     "missing: none": lambda: m.Timeout((), 0, None),
@@ -994,7 +994,7 @@ def assert_settles(message: m.Signed, count: int) -> None:
     for frame in (
         encode_frame(m.Certificate(messages)),
         encode_frame(m.Chain((m.Link(bytes(m.MAX_VIEW), messages),))),
-        encode_frame(m.Gossip((1 << 48) - 1, (1 << 16) - 1, (m.Relay(messages, endorsements),))),
+        encode_frame(m.Gossip((1 << 48) - 1, (1 << 32) - 1, (m.Relay(messages, endorsements),))),
     ):
         decode_message(frame[4:])
 
@@ -1015,11 +1015,11 @@ def test_all_of_the_largest_outcomes_fit_a_frame() -> None:
 
 @pytest.mark.parametrize("body", AGREED, ids=lambda body: type(body).__name__)
 def test_an_alarm_of_two_messages_and_those_of_all_members_fits_a_frame(body: m.Body) -> None:
-    encode_frame(m.Alarm((1 << 48) - 1, (1 << 16) - 1, (longest(body),) * (m.MAX_MEMBERS + 2)))
+    encode_frame(m.Alarm((1 << 48) - 1, (1 << 32) - 1, (longest(body),) * (m.MAX_MEMBERS + 2)))
 
 
 def test_an_alarm_of_as_many_timeouts_as_it_holds_fits_a_frame() -> None:
-    encode_frame(m.Alarm((1 << 48) - 1, (1 << 16) - 1, (longest(LARGEST[m.Timeout]),) * 2 * m.MAX_MEMBERS))
+    encode_frame(m.Alarm((1 << 48) - 1, (1 << 32) - 1, (longest(LARGEST[m.Timeout]),) * 2 * m.MAX_MEMBERS))
 
 
 @pytest.mark.parametrize("body", LARGEST.values(), ids=lambda body: type(body).__name__)
@@ -1087,7 +1087,7 @@ PAIR = st.tuples(INDEX, INDEX)
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "height": SIZE,
     "step": SIZE,
-    "round": st.integers(0, (1 << 16) - 1),
+    "round": st.integers(0, (1 << 32) - 1),
     "attempt": st.integers(0, (1 << 16) - 1),
     "phase": st.sampled_from(Phase),
     "domain": st.sampled_from(Domain),
@@ -1183,7 +1183,14 @@ BODY = st.one_of(
     ),
     some(m.Reveal),
     reports(),
-    some(m.Confirm, accusations=increasing(KEY), joins=increasing(KEY), late=increasing(KEY), leaving=st.booleans()),
+    some(
+        m.Confirm,
+        accusations=increasing(KEY),
+        joins=increasing(KEY),
+        late=increasing(KEY),
+        leaving=st.booleans(),
+        blind=st.booleans(),
+    ),
     increasing(KEY).flatmap(
         lambda cases: some(
             m.Vote,
@@ -1194,7 +1201,7 @@ BODY = st.one_of(
     some(m.Seal),
     some(m.Abort, culprits=increasing(KEY)),
     some(m.Timeout, missing=increasing(KEY, least=1), round=st.just(0), prepared=st.none()),
-    some(m.Timeout, missing=st.just(()), round=st.integers(1, (1 << 16) - 1), prepared=st.none() | KEY),
+    some(m.Timeout, missing=st.just(()), round=st.integers(1, (1 << 32) - 1), prepared=st.none() | KEY),
     some(m.Endorsement),
     outcomes(),
     some(m.Opening),

@@ -179,7 +179,7 @@ def test_v1_wrong_report_alone_leaves_the_update_standing(wire: str) -> None:
     ban = found.bans[4]
     after = found.find_next(ban)
     assert ban.step == ban.at
-    assert (after.step, after.attempt) == (ban.at + 1, 0), "no attempt was lost"
+    assert (after.step, after.failed) == (ban.at + 1, 0), "no attempt was lost"
 
 
 @over_all_wires
@@ -237,9 +237,9 @@ def test_v2_wrong_aggregate_is_undone_and_the_attempt_retried(wire: str) -> None
     ban = found.bans[4]
     before = next(x.view for x in found.get(AttemptStarted) if x.view.step == ban.step)
     after = found.find_next(ban)
-    assert (after.step, after.attempt, after.state) == (ban.step, 1, before.state)
+    assert (after.step, after.failed, after.state) == (ban.step, 1, before.state)
     assert found.swarm.keys[4] not in after.roster
-    assert found.get(StepFinished)[ban.step].view.attempt == 1
+    assert found.get(StepFinished)[ban.step].view.failed == 1
 
 
 @over_all_wires
@@ -502,7 +502,7 @@ def test_e2_fires_on_a_share_that_does_not_open_its_commitment(wire: str) -> Non
     assert found.rules == {4: Rule.REVEAL}
     assert isinstance(found.bans[4].case, m.WrongReveal)
     after = found.find_next(found.bans[4])
-    assert (after.step, after.attempt) == (1, 1), "the randomness is drawn anew, without its share"
+    assert (after.step, after.failed) == (1, 1), "the randomness is drawn anew, without its share"
 
 
 @over_all_wires

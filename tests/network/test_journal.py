@@ -21,9 +21,24 @@ from hypothesis import strategies as st
 
 from phalanx.core.codec import encode
 from phalanx.core.crypto import Identity
-from phalanx.core.effects import Sign
+from phalanx.core.effects import Heard, KeepMessages, Sign
+from phalanx.core.envelope import seal
 from phalanx.core.errors import LocalError, WriteFailed
-from phalanx.core.messages import Body, Commit, Endorsement, Join, Opening, Outcome, Phase, Seal, Signed, Timeout, Trial
+from phalanx.core.messages import (
+    Body,
+    Commit,
+    Endorsement,
+    Join,
+    MalformedBody,
+    Message,
+    Opening,
+    Outcome,
+    Phase,
+    Seal,
+    Signed,
+    Timeout,
+    Trial,
+)
 from phalanx.network import disk as disk_module
 from phalanx.network import journal as journal_module
 from phalanx.network.ideal import make_signers
@@ -42,13 +57,49 @@ def make_effect(height: int, body: Body, phase: Phase = Phase.SEAL) -> Sign:
     return Sign(height, height, 0, phase, PREVIOUS, body)
 
 
+def make_vote(round_: int, final: bool, number: int = 0) -> Outcome:
+    return Outcome(round_, final, (), (), (), True, name(number))
+
+
 def sign(journal: Journal, height: int, number: int = 0) -> Signed:
     """Have something agreed signed: what depends on ``number``."""
-    return journal.sign(ALICE, RUN, make_effect(height, Seal(name(number))))
+    message = journal.sign(ALICE, RUN, make_effect(height, Seal(name(number))))
+    assert message is not None
+    return message
 
 
 def vote(journal: Journal, height: int, round_: int, final: bool, number: int = 0) -> Signed:
-    return journal.sign(ALICE, RUN, make_effect(height, Outcome(round_, final, (), (), (), True, name(number))))
+    message = journal.sign(ALICE, RUN, make_effect(height, make_vote(round_, final, number)))
+    assert message is not None
+    return message
+
+
+def make_heard(height: int, number: int = 0) -> KeepMessages:
+    """What two members agreed on at a height: what depends on ``number``."""
+    return _keep(height, Heard.MESSAGES, Seal(name(number)))
+
+
+def make_votes(height: int, round_: int = 0) -> KeepMessages:
+    return _keep(height, Heard.VOTES, make_vote(round_, False))
+
+
+def make_cases(height: int) -> KeepMessages:
+    return KeepMessages(height, Heard.CASES, tuple(map(MalformedBody, make_messages(height, Seal(name(0))))))
+
+
+def _keep(height: int, kind: Heard, body: Body) -> KeepMessages:
+    return KeepMessages(height, kind, make_messages(height, body))
+
+
+def make_messages(height: int, body: Body) -> tuple[Signed, ...]:
+    return tuple(seal(signer, RUN, height, height, 0, Phase.SEAL, PREVIOUS, body) for signer in (ALICE, BOB))
+
+
+def join(*heard: KeepMessages) -> list[Message]:
+    return [message for effect in heard for message in effect.messages]
+
+
+HEARD = make_heard(1)
 
 
 @contextmanager
@@ -71,13 +122,31 @@ def path(tmp_path: Path) -> Path:
 def test_a_height_has_one_message_whatever_is_asked_and_whenever(path: Path) -> None:
     with opened(path) as journal:
         first = sign(journal, 7)
-        commit = make_effect(7, Commit(None, name(3), name(4)), Phase.COMMIT)
-        assert [sign(journal, 7, 1), journal.sign(ALICE, RUN, commit)] == [first, first]
+        assert sign(journal, 7, 1) == first
     for number in range(2, 4):
         with opened(path) as journal:
             assert encode(sign(journal, 7, number)) == encode(first)
-            assert encode(journal.sign(ALICE, RUN, commit)) == encode(first)
             assert sign(journal, 8 + number, number) != first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Sign(7, 8, 0, Phase.SEAL, PREVIOUS, Seal(name(0))),
+        Sign(7, 7, 1, Phase.SEAL, PREVIOUS, Seal(name(0))),
+        Sign(7, 7, 0, Phase.COMMIT, PREVIOUS, Commit(None, name(3), name(4))),
+    ],
+    ids=["step", "attempt", "phase"],
+)
+def test_a_height_that_was_signed_for_another_place_has_nothing_to_say(path: Path, other: Sign) -> None:
+    with opened(path) as journal:
+        first = sign(journal, 7)
+    data = path.read_bytes()
+    for _ in range(2):
+        with opened(path) as journal:
+            assert journal.sign(ALICE, RUN, other) is None
+            assert path.read_bytes() == data
+            assert sign(journal, 7, 1) == first
 
 
 def test_a_ballot_is_a_height_a_round_and_a_stage(path: Path) -> None:
@@ -107,6 +176,7 @@ def test_what_is_not_agreed_is_not_kept(path: Path, body: Body) -> None:
     with opened(path) as journal:
         agreed, size = sign(journal, 7), path.stat().st_size
         other = journal.sign(ALICE, RUN, make_effect(7, body))
+        assert other is not None
         assert other.body == encode(body)
         assert sign(journal, 7, 1) == agreed
         journal.sign(ALICE, RUN, make_effect(8, body))
@@ -129,16 +199,45 @@ def test_what_cannot_be_signed_leaves_no_trace(path: Path) -> None:
 def test_the_last_view_is_kept(path: Path) -> None:
     with opened(path) as journal:
         assert journal.view is None
-        journal.keep(b"first")
+        journal.keep(b"first", 6)
         sign(journal, 7)
-        journal.keep(VIEW)
+        journal.keep(VIEW, 8)
     with opened(path) as journal:
         assert journal.view == VIEW
 
 
+def test_what_was_heard_is_kept_until_a_view_above_it_is(path: Path) -> None:
+    below, above = make_heard(6), (make_heard(7), make_heard(8), make_votes(8), make_cases(9))
+    with opened(path) as journal:
+        assert journal.messages == []
+        for effect in (below, *above):
+            journal.keep_messages(effect)
+        assert journal.messages == join(below, *above)
+        journal.keep(VIEW, 7)
+    for _ in range(2):
+        with opened(path) as journal:
+            assert journal.messages == join(*above)
+    with opened(path) as journal:
+        journal.keep(VIEW, 10)
+        assert journal.messages == []
+    with opened(path) as journal:
+        assert journal.messages == []
+
+
+def test_of_one_height_and_kind_what_was_heard_last_is_kept(path: Path) -> None:
+    with opened(path) as journal:
+        for effect in (make_heard(7), make_votes(7), make_cases(7), make_votes(7, 1)):
+            journal.keep_messages(effect)
+        assert journal.messages == join(make_heard(7), make_votes(7, 1), make_cases(7))
+        journal.keep_messages(make_heard(7, 1))
+    for _ in range(2):
+        with opened(path) as journal:
+            assert journal.messages == join(make_heard(7, 1), make_votes(7, 1), make_cases(7))
+
+
 def test_a_journal_is_new_until_something_is_in_it(tmp_path: Path) -> None:
     for number, act in enumerate(
-        [lambda j: sign(j, 1), lambda j: vote(j, 1, 0, False), lambda j: j.keep(VIEW)]  # type: ignore[no-any-return]
+        [lambda j: sign(j, 1), lambda j: vote(j, 1, 0, False), lambda j: j.keep(VIEW, 0)]  # type: ignore[no-any-return]
     ):
         path = tmp_path / f"{number}.bin"
         with opened(path) as journal:
@@ -211,7 +310,10 @@ def test_tidying_keeps_all_that_counts_and_the_lock(path: Path, monkeypatch: pyt
             files, longest, signed = set(), 0, []
             for height in range(100):
                 signed.append(sign(journal, height))
-                journal.keep(VIEW + bytes([height]))
+                journal.keep(VIEW + bytes([height]), height)
+                journal.keep_messages(make_heard(height))
+                journal.keep_messages(make_votes(height + 1))
+                journal.keep_messages(make_cases(height))
                 files.add(path.stat().st_ino)
                 longest = max(longest, path.stat().st_size)
                 with pytest.raises(LocalError, match="another process"):
@@ -224,6 +326,7 @@ def test_tidying_keeps_all_that_counts_and_the_lock(path: Path, monkeypatch: pyt
     assert os.listdir(path.parent) == [path.name]
     with opened(path) as journal:
         assert journal.view == VIEW + bytes([99])
+        assert journal.messages == join(make_votes(99), make_heard(99), make_votes(100), make_cases(99))
         assert journal.draw_secret(3) == drawn
         assert [sign(journal, height, 9) for height in range(95, 100)] == signed[95:]
         assert [vote(journal, 1, 0, final, 9) for final in (False, True)] == votes
@@ -273,18 +376,21 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int], 
         for act in (lambda: sign(journal, 0), lambda: vote(journal, 0, 0, True), lambda: sign(journal, 1)):
             messages.append(act())
             ends.append(path.stat().st_size)
-        journal.keep(VIEW)
+        journal.keep(VIEW, 1)
+        ends.append(path.stat().st_size)
+        journal.keep_messages(HEARD)
         ends.append(path.stat().st_size)
     return path.read_bytes(), ends, messages
 
 
-def read_back(path: Path, data: bytes) -> tuple[list[Signed | None], bytes | None] | None:
+def read_back(path: Path, data: bytes) -> tuple[list[Signed | None], bytes | None, list[Message]] | None:
     """What a journal of these bytes would serve (None where it would sign anew); None if it says it is damaged."""
     path.write_bytes(data)
     try:
         with patch.object(os, "fsync"), opened(path) as journal:  # nobody pulls a plug here
             disk = journal._disk
-            return [disk.journal.get(0), disk.votes.get((0, 0, True)), disk.journal.get(1)], journal.view
+            signed = [disk.journal.get(0), disk.votes.get((0, 0, True)), disk.journal.get(1)]
+            return signed, journal.view, journal.messages
     except LocalError as error:
         if "damaged" not in str(error):
             raise
@@ -293,13 +399,14 @@ def read_back(path: Path, data: bytes) -> tuple[list[Signed | None], bytes | Non
 
 def test_a_file_cut_off_anywhere_gives_a_prefix_or_is_refused(path: Path, sample: Any) -> None:
     data, ends, messages = sample
+    assert read_back(path, data) == (messages, VIEW, join(HEARD))
     for size in range(len(data)):
         whole = sum(end <= size for end in ends)
         held = read_back(path, data[:size])
         if whole == 0:
             assert held is None  # the first record is whole before the file has its name
         else:
-            assert held == ([*messages[: whole - 1], None, None, None][:3], None)
+            assert held == ([*messages[: whole - 1], None, None, None][:3], VIEW if whole == 5 else None, [])
             assert path.stat().st_size == ends[whole - 1]
 
 
@@ -338,21 +445,24 @@ def test_no_other_damage_changes_a_message(
     instead = choice.draw(st.sampled_from([b"", bytes(end - start), 2 * data[start:end]]) | st.binary(max_size=40))
     held = read_back(tmp_path_factory.getbasetemp() / "journal.bin", data[:start] + instead + data[end:])
     if held is not None:
-        found, view = held
+        found, view, heard = held
         count = sum(message is not None for message in found)
         assert found == [*messages[:count], None, None, None][:3], "not a prefix"
         assert view is None or (view == VIEW and count == 3)
+        assert heard == [] or (heard == join(HEARD) and view == VIEW)
 
 
 def test_no_record_passes_in_the_place_of_another(path: Path, sample: Any) -> None:
     data, ends, _ = sample
     records = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    first, one, vote_, two, kept = records
+    first, one, vote_, two, kept, heard = records
     assert len(one) == len(two)
     for order in (
-        [first, two, vote_, one, kept],  # changed places
+        [first, two, vote_, one, kept, heard],  # changed places
+        [first, one, vote_, two, heard, kept],
         [first, vote_, two, kept],  # one lost
         [first, one, one, vote_, two, kept],  # one twice
+        [first, one, vote_, two, kept, heard, heard],
         [first, one, vote_, two, kept, one],
         [one, vote_, two, kept],
     ):
@@ -470,7 +580,9 @@ def check_after_failure(path: Path, journal: Journal, signed: Signed) -> None:
     with pytest.raises(WriteFailed, match="start this peer again"):
         vote(journal, 7, 0, False)
     with pytest.raises(WriteFailed, match="start this peer again"):
-        journal.keep(VIEW)
+        journal.keep(VIEW, 7)
+    with pytest.raises(WriteFailed, match="start this peer again"):
+        journal.keep_messages(make_heard(7))
     journal.close()
     with opened(path) as journal:
         assert sign(journal, 7, 2) == signed
@@ -588,11 +700,46 @@ def test_it_is_on_the_disk_before_it_is_returned(path: Path, monkeypatch: pytest
             assert synced[-1] == path.stat().st_size
             vote(journal, height, 0, False)
             assert synced[-1] == path.stat().st_size
-            journal.keep(VIEW)
+            journal.keep(VIEW, height)
             assert synced[-1] == path.stat().st_size
     synced.clear()
     with opened(path):
         assert path.stat().st_size in synced
+
+
+def test_what_was_heard_is_on_the_disk_before_the_next_signature_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written at once and made safe with what is signed next: so it costs no time of its own."""
+    done: list[str] = []
+    write, sync = journal_module._write, os.fdatasync
+
+    def watch_write(file: Any, data: bytes) -> None:
+        done.append(next(tag for tag in ("heard", "said", "kept") if tag.encode() in data))
+        write(file, data)
+
+    def watch_sync(handle: int) -> None:
+        done.append("safe")
+        sync(handle)
+
+    with opened(path) as journal:
+        monkeypatch.setattr(journal_module, "_write", watch_write)
+        monkeypatch.setattr(os, "fdatasync", watch_sync)
+        journal.keep_messages(make_heard(7))
+        assert done == ["heard"]
+        sign(journal, 8)
+        assert done == ["heard", "said", "safe"]
+        journal.keep_messages(make_votes(8))
+        vote(journal, 8, 0, True)
+        assert done[3:] == ["heard", "said", "safe"]
+
+
+def test_a_disk_that_cannot_take_what_was_heard_signs_nothing(path: Path) -> None:
+    journal = Journal(path, RUN)
+    signed = sign(journal, 7)
+    with limited(path.stat().st_size + 100), pytest.raises(WriteFailed, match=r"journal\.bin"):
+        journal.keep_messages(make_heard(7))
+    check_after_failure(path, journal, signed)
 
 
 # ---- Death
@@ -612,7 +759,7 @@ for height in range(start, 1 << 30):
     message = journal.sign(identity, run, Sign(height, 0, 0, Phase.SEAL, bytes(32), Seal(os.urandom(32))))
     os.write(1, height.to_bytes(4, "big") + message.body[-32:])
     if height % 3 == 0:
-        journal.keep(os.urandom(50))
+        journal.keep(os.urandom(50), height)
 """
 
 
@@ -637,4 +784,6 @@ def test_everything_said_before_a_kill_is_found_again(path: Path) -> None:
     identity = Identity(bytes(range(32)))
     with opened(path) as journal:  # the lock went with its owner
         for height, digest in said.items():
-            assert journal.sign(identity, RUN, make_effect(height, Seal(name(0)))).body[-32:] == digest
+            message = journal.sign(identity, RUN, Sign(height, 0, 0, Phase.SEAL, PREVIOUS, Seal(name(0))))
+            assert message is not None
+            assert message.body[-32:] == digest

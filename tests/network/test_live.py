@@ -28,7 +28,9 @@ from phalanx.core.effects import (
     Foresee,
     HashState,
     HasState,
+    Heard,
     Keep,
+    KeepMessages,
     Leave,
     Note,
     Receive,
@@ -289,13 +291,15 @@ def test_signatures_secrets_views_and_notes_reach_journal_and_listener(stage: St
     def story(body: Seal) -> Story:
         message = yield Sign(7, 1, 0, Phase.SEAL, bytes(32), body)
         secret = yield DrawSecret(7)
-        yield Keep(b"a view")
+        yield Keep(b"a view", 7)
+        yield KeepMessages(7, Heard.MESSAGES, (message,))
         yield Note(("an event", body))
         return message, secret
 
     message, secret = stage.driver.run(story(Seal(bytes(32))))
     assert stage.notes == [("an event", Seal(bytes(32)))]
     assert stage.journal.view == b"a view"
+    assert stage.journal.messages == [message]
     stage.journal.close()
     again = Stage(tmp_path)
     assert again.driver.run(story(Seal(RUN))) == (message, secret)
@@ -665,7 +669,7 @@ class Town:
         key = signer.key
         journal = Journal(self.folder / f"{key.hex()}.bin", self.config.run)
         try:
-            peer = make_peer(self.config, key, Examiner(), journal.view)
+            peer = make_peer(self.config, key, Examiner(), journal.view, journal.messages)
             driver = Driver(
                 self.config.run,
                 signer,

@@ -27,7 +27,9 @@ from phalanx.core.effects import (
     Finished,
     HashState,
     HasState,
+    Heard,
     Keep,
+    KeepMessages,
     Note,
     ReadState,
     Receive,
@@ -645,8 +647,9 @@ def test_a_crash_keeps_the_journal_the_view_and_the_secrets() -> None:
             view = len(lives)
             message = yield sign_seal(7, view)
             secret = yield DrawSecret(7)
-            lives.append((message, secret, disk.view))
-            yield Keep(b"view %d" % view)
+            lives.append((message, secret, disk.view, disk.messages))
+            yield Keep(b"view %d" % view, 7)
+            yield KeepMessages(7, Heard.MESSAGES, (message,))
             yield Receive(math.inf)
 
         return story()
@@ -660,12 +663,13 @@ def test_a_crash_keeps_the_journal_the_view_and_the_secrets() -> None:
     world.restart(ALICE)
     world.run(until=3.0)
     assert world.is_up(ALICE)
-    messages, secrets, views = zip(*lives, strict=True)
+    messages, secrets, views, heard = zip(*lives, strict=True)
     assert len(messages) == 3
     assert len({encode(message) for message in messages}) == 1
     assert messages[2].body == encode(Seal(bytes(32)))
     assert len(set(secrets)) == 1
     assert views == (None, b"view 0", b"view 1")
+    assert heard == ([], [messages[0]], [messages[0]])
     assert world.get_disk(ALICE).journal == {7: messages[0]}
 
 
@@ -674,14 +678,31 @@ def test_other_bodies_are_not_journalled() -> None:
         first = yield Sign(7, 1, 0, Phase.SEAL, PREVIOUS, Timeout((BOB,), 0, None))
         second = yield Sign(7, 1, 0, Phase.SEAL, PREVIOUS, Timeout((CAROL,), 0, None))
         agreed = yield sign_seal(7, 1)
-        other_phase = yield Sign(7, 1, 0, Phase.COMMIT, PREVIOUS, Commit(None, bytes(32), bytes(32)))
-        return first, second, agreed, other_phase
+        return first, second, agreed
 
     world = make_world(story())
     world.run()
-    first, second, agreed, other_phase = world.results[ALICE]
+    first, second, agreed = world.results[ALICE]
     assert first != second
-    assert agreed is other_phase
+    assert world.get_disk(ALICE).journal == {7: agreed}
+
+
+def test_a_height_that_was_signed_for_another_place_has_nothing_to_say() -> None:
+    body = Seal((1).to_bytes(32, "big"))
+
+    def story() -> Story:
+        agreed = yield Sign(7, 1, 0, Phase.SEAL, PREVIOUS, body)
+        commit = yield Sign(7, 1, 0, Phase.COMMIT, PREVIOUS, Commit(None, bytes(32), bytes(32)))
+        step = yield Sign(7, 2, 0, Phase.SEAL, PREVIOUS, body)
+        attempt = yield Sign(7, 1, 1, Phase.SEAL, PREVIOUS, body)
+        again = yield Sign(7, 1, 0, Phase.SEAL, bytes(32), Seal(bytes(32)))
+        return agreed, again, [commit, step, attempt]
+
+    world = make_world(story())
+    world.run()
+    agreed, again, others = world.results[ALICE]
+    assert others == [None, None, None]
+    assert again is agreed
     assert world.get_disk(ALICE).journal == {7: agreed}
 
 

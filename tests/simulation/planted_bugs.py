@@ -499,7 +499,7 @@ bug(
 )
 bug(
     "the step is final before it is settled",
-    ("run_made_peer", "if not riding:", "if True:"),
+    ("run_made_peer", "if not riding and view.step > before.step:", "if view.step > before.step:"),
     peers=5,
     steps=4,
     attackers=(f"{HERE}:TwoConfirms",),
@@ -513,7 +513,7 @@ bug(
 )
 bug(
     "a retry has the number of the attempt before",
-    ("retry_step", "attempt=view.attempt + 1", "attempt=view.attempt"),
+    ("retry_step", "attempt=height", "attempt=view.attempt"),
     peers=5,
     steps=4,
     attackers=("silent_report",),
@@ -560,12 +560,19 @@ bug(
     "targets from randomness that is known at COMMIT",
     (
         "note_progress",
-        "draw_targets(transcript.randomness, contributors, count)",
-        "draw_targets(view.randomness, contributors, count)",
+        "find_targets(config, view, transcript.randomness, attempts)",
+        "find_targets(config, view, view.randomness, attempts)",
     ),
     peers=5,
     steps=6,
     attackers=(f"{HERE}:Foresight",),
+)
+bug(
+    "targets that are known before the reports are signed",
+    ("find_targets", "find_last(view, view.step - 1)", "find_last(view, view.step)"),
+    peers=5,
+    steps=6,
+    attackers=("honest",),
 )
 bug(
     "a retry draws other targets",
@@ -692,8 +699,8 @@ bug(
     "V4: reports are not checked",
     (
         "check_commit",
-        "return (Verdict.GUILTY if wrong else Verdict.INNOCENT), wrong",
-        "return Verdict.INNOCENT, ()",
+        "return verdict, _find_wrong_reports(peer, transcript, target, parts, margin)",
+        "return verdict, ()",
     ),
     peers=5,
     steps=3,
@@ -744,7 +751,7 @@ bug(
 )
 bug(
     "those who left are not checked",
-    ("remove_members", "for key in leaving if key in attempt.contributors}", "for key in ()}"),
+    ("remove_members", "for key in going if key in attempt.contributors}", "for key in ()}"),
     peers=5,
     steps=8,
     attackers=("hit_and_leave",),

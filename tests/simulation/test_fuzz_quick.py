@@ -8,11 +8,53 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.attacks import ATTACKS
 from phalanx.core.errors import LocalError
+from phalanx.simulation import scenario as scenarios
 from phalanx.simulation.scenario import draw_scenario, parse_seeds, run_scenario, run_seed
 
 HERE = Path(__file__).parent
 QUICK = (1, 7, 20, 32, 55, 60, 81, 97)
+
+# Attacks that are younger than the seeds that failed. A new name wins some of the draws, and who draws something else
+# no longer shows what went wrong: so those seeds are drawn as though these did not exist.
+LATER = frozenset(
+    {
+        "cover_and_leave",
+        "hidden_part",
+        "part_for_validators",
+        "friends_missing",
+        "mixed_item",
+        "long_endorsements",
+        "long_bodies",
+        "late_reveal_for_one",
+        "unreceived_trials",
+        "silent_on_charge",
+        "edge_lie",
+        "late_accusation",
+        "report_for_one",
+        "aggregate_for_one",
+        "half_shown_charge",
+        "late_opening",
+        "late_denial",
+        "overridden_case",
+        "free_proofs",
+        "half_shown_proof",
+        "first_in_line",
+        "friend_proofs",
+        "slow_vote",
+        "gives_up_friend",
+        "gives_away_friend",
+        "long_leave",
+        "return_for_newcomer",
+        "sacrifice",
+        "one_by_one",
+        "trial_of_other_step",
+        "last_trial",
+        "certificate_for_one",
+        "leave_by_certificate",
+    }
+)
 
 
 def read_failed_seeds() -> list[tuple[int, dict[str, str]]]:
@@ -37,7 +79,10 @@ def test_invariants_hold_in_a_random_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "options"), read_failed_seeds())
-def test_a_seed_that_once_failed_does_not_fail_again(seed: int, options: dict[str, str]) -> None:
+def test_a_seed_that_once_failed_does_not_fail_again(
+    seed: int, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenarios, "ATTACKS", {name: make for name, make in ATTACKS.items() if name not in LATER})
     peers, steps = (int(options[name]) if name in options else None for name in ("peers", "steps"))
     check(seed, peers, steps, options.get("attack"))
 

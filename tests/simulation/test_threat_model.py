@@ -417,7 +417,7 @@ class OneGrudge(FalseComplaints):
 def test_harmful_steps_do_not_depend_on_how_often_one_cheats() -> None:
     """``(n-m) (n-1) / (m (n-b))`` wrong gradients until one is checked, for a rare cheat as for a busy one.
 
-    On top comes the one that it may commit to while the verdict is under way.
+    On top come the two that it may commit to while the verdict is under way.
     """
     n, m, b, runs = 5, 2, 1, 24
     expected = (n - m) * (n - 1) / (m * (n - b))
@@ -429,7 +429,7 @@ def test_harmful_steps_do_not_depend_on_how_often_one_cheats() -> None:
             swarm.run(4000.0, lambda swarm=swarm: bool(find(swarm, Banned, 0)))  # type: ignore[misc]
             assert set(find(swarm, Banned, 0)) == {4}
             harmful += swarm.plot.notes["harmful"]
-        on_top = often * (n - m) / n
+        on_top = 2 * often * (n - m) / n
         assert abs(harmful / runs - expected - on_top) < 3 * deviation, often
 
 

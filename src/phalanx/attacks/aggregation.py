@@ -14,7 +14,7 @@ from phalanx.core.crypto import Domain
 from phalanx.core.effects import ComputeAggregate, ComputeReport, Delivery, Sign
 from phalanx.core.envelope import open_body
 from phalanx.core.messages import Message, Signed
-from phalanx.core.partition import compute_part_sizes
+from phalanx.core.partition import compute_part_sizes, join_parts, split_parts
 from phalanx.core.verification import Projections, compute_column, report_tolerance
 from phalanx.core.wire import WIRE_TYPES
 
@@ -68,6 +68,60 @@ class CoveredAggregate(ShiftedAggregate):
         if isinstance(sign.body, m.Confirm):
             return change_body(sign, accusations=())
         return sign
+
+
+@dataclass(kw_only=True, eq=False)
+class QuietShift(ShiftedAggregate):
+    """A moved aggregate, and no accusation of those who cover it."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        return change_body(sign, accusations=()) if isinstance(sign.body, m.Confirm) else sign
+
+
+@dataclass(kw_only=True, eq=False)
+class Cover(CoveredAggregate):
+    """The first contributor of the plot makes the sums right for all the others; its own aggregate stays as it is."""
+
+    def on_aggregate(self, insider: Insider, effect: ComputeAggregate, result: Tensor) -> Tensor:
+        return result
+
+    def _find_covered(self, insider: Insider) -> list[int]:
+        return [*range(len(insider.view.roster))] if insider.crew[:1] == (insider.key,) else []
+
+
+@dataclass(kw_only=True, eq=False)
+class HiddenPart(CoveredAggregate):
+    """Covers its moved aggregate by its own report, and shows nobody its gradient there: nobody could recompute it."""
+
+    def on_aggregate(self, insider: Insider, effect: ComputeAggregate, result: Tensor) -> Tensor:
+        contributes = insider.key in insider.duties.contributors
+        return super().on_aggregate(insider, effect, result) if contributes else result
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        return () if is_own_part(insider, message) else ((to, message),)
+
+
+def is_own_part(insider: Insider, message: Message) -> bool:
+    """Whether these are bytes of my gradient in the part that I aggregate: nobody else holds them."""
+    return isinstance(message, m.PartChunk) and (message.owner, message.part) == (insider.key, insider.index)
+
+
+@dataclass(kw_only=True, eq=False)
+class PartForValidators(Attack):
+    """A gradient that is wrong in the part that nobody else holds; only validators see it, so they accuse alone."""
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        parts = [part.clone() for part in split_parts(gradient, len(insider.view.roster))]
+        if insider.index is not None:
+            parts[insider.index] *= -5
+        return join_parts(parts)
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        if is_own_part(insider, message):
+            checkers = {check.checker for check in insider.duties.checks if check.target == insider.key}
+            to = tuple(key for key in to if key in checkers and len(to) == 1)
+            insider.notes["shown to validators"] = insider.notes.get("shown to validators", 0) + len(to)
+        return ((to, message),)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -180,6 +234,22 @@ class FalseComplaints(Attack):
         if missing and (not again or self.stubborn):
             return change_body(sign, result=None, missing=missing)
         return sign
+
+
+@dataclass(kw_only=True, eq=False)
+class FriendsMissing(Attack):
+    """Says that the parts of all in the plot are missing, which open none: as many pairs to settle as can be."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        missing = tuple(sorted(map(insider.view.roster.index, insider.crew)))
+        if isinstance(sign.body, m.Aggregate) and missing:
+            return change_body(sign, result=None, missing=missing)
+        return sign
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        if isinstance(message, m.PartChunk) and to != insider.view.roster[message.part : message.part + 1]:
+            return ()
+        return ((to, message),)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -8,7 +8,7 @@ what it has to remember is in :class:`Insider` (one peer) or :class:`Plot` (all 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.core import messages as m
 from phalanx.core.config import Config
-from phalanx.core.crypto import SIGNATURE_SIZE, Domain, Signer, compute_digest
+from phalanx.core.crypto import SIGNATURE_SIZE, Domain, Identity, Signer, compute_digest
 from phalanx.core.effects import (
     Begin,
     Broadcast,
@@ -38,7 +38,7 @@ from phalanx.core.errors import LocalError
 from phalanx.core.events import AttemptStarted
 from phalanx.core.justice import get_accused
 from phalanx.core.membership import View, compute_batch_seed, compute_duties, make_genesis
-from phalanx.core.messages import Message, Phase, Signed
+from phalanx.core.messages import MAX_CASES, Message, Phase, Signed
 from phalanx.core.peer import compute_case_digest
 from phalanx.core.verification import Projections
 
@@ -64,6 +64,10 @@ class Oracle(Protocol):
         ...
 
 
+def _make_stranger(number: int) -> Signer:
+    return Identity(compute_digest("stranger", number.to_bytes(8, "little")))
+
+
 @dataclass(slots=True)
 class Plot:
     """What the attackers of one run share."""
@@ -72,6 +76,8 @@ class Plot:
     random: Random = field(default_factory=lambda: Random(0))
     notes: dict[Any, Any] = field(default_factory=dict)
     signers: dict[bytes, Signer] = field(default_factory=dict)
+    make_stranger: Callable[[int], Signer] = _make_stranger
+    """Keys that are nobody's, by number: they cost nothing."""
 
 
 class Insider:
@@ -119,6 +125,11 @@ class Insider:
     def friends(self) -> tuple[bytes, ...]:
         """The other members in the plot."""
         return tuple(key for key in self.view.roster if key in self.plot.keys and key != self.key)
+
+    @property
+    def crew(self) -> tuple[bytes, ...]:
+        """The contributors in the plot, in the roster's order."""
+        return tuple(key for key in self.duties.contributors if key in self.plot.keys)
 
     @property
     def others(self) -> tuple[bytes, ...]:
@@ -212,6 +223,13 @@ def forge(signer: Signer, message: Signed) -> Signed:
 def change_body(sign: Sign, **fields: Any) -> Sign:
     """The same place, with other words in some fields of the body."""
     return replace(sign, body=msgspec.structs.replace(sign.body, **fields))
+
+
+def accuse(sign: Sign, *cases: bytes) -> Sign:
+    """A CONFIRM that names these cases as well, in the place of others if there is no more room."""
+    assert isinstance(sign.body, m.Confirm)
+    others = [case for case in sign.body.accusations if case not in cases][: MAX_CASES - len(cases)]
+    return change_body(sign, accusations=(*others, *cases))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -317,7 +335,7 @@ class Attack:
             message = changed
         else:
             message = yield effect if changed is None else changed
-        if changed is None:
+        if changed is None and message is not None:
             insider.withhold(message)
         return _hear(insider, message)
 
@@ -390,8 +408,8 @@ def note_case(insider: Insider, case: m.Accusation | m.Proof) -> bytes:
     return digest
 
 
-def _hear(insider: Insider, message: Signed) -> Signed:
-    if message.domain is Domain.AGREED:
+def _hear(insider: Insider, message: Signed | None) -> Signed | None:
+    if message is not None and message.domain is Domain.AGREED:
         insider.heard.setdefault((message.height, message.sender), message)
     return message
 

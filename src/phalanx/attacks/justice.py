@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phalanx.attacks.base import Attack, Insider, Mail, change_body, note_case
+from phalanx.attacks.base import Attack, Insider, Mail, accuse, change_body, note_case
 from phalanx.attacks.broadcast import is_own, turn
 from phalanx.core import messages as m
-from phalanx.core.crypto import compute_digest
+from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.effects import Delivery, Sign
 from phalanx.core.envelope import open_body
-from phalanx.core.membership import Suspect, draw_targets
+from phalanx.core.errors import Malformed
+from phalanx.core.membership import Suspect, draw_targets, find_last
 from phalanx.core.messages import Message, Phase, Rule, Signed, Verdict
 
 # ---- Randomness
@@ -76,7 +77,9 @@ class RushedReveal(Attack):
         place = view.step.to_bytes(8, "little") + view.attempt.to_bytes(8, "little")
         randomness = compute_digest("randomness", insider.config.run, place, *shares)
         count = (1 + sum(record.step == view.step for record in view.attempts)) * insider.config.validators
-        if insider.plot.keys.isdisjoint(draw_targets(randomness, insider.duties.contributors, count)):
+        before = find_last(view, view.step - 1)
+        drawn = draw_targets(randomness, before.contributors, count) if before is not None else ()
+        if insider.plot.keys.isdisjoint(drawn):
             insider.send_later(0.0, to, mine)
 
 
@@ -84,22 +87,38 @@ class RushedReveal(Attack):
 
 
 @dataclass(kw_only=True, eq=False)
-class FalseAccusation(Attack):
+class Accuser(Attack):
+    """Shows the evidence of what it brings to whoever asks for it."""
+
+    def bring(self, insider: Insider, sign: Sign, *cases: m.Accusation | m.Proof) -> Sign:
+        """A CONFIRM that names these cases as well."""
+        named = {note_case(insider, case): case for case in cases}
+        insider.notes.update({(self, digest): case for digest, case in named.items()})
+        return accuse(sign, *named)
+
+    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
+        message, sender = delivery.message, delivery.sender
+        if isinstance(message, m.PullProof) and sender is not None:
+            case = insider.notes.get((self, message.case))
+            if case is not None and self.may_read(insider, sender):
+                insider.send_later(0.0, (sender,), case)
+        return delivery
+
+    def may_read(self, insider: Insider, reader: bytes) -> bool:
+        """Whether the evidence is shown to this one."""
+        return True
+
+
+@dataclass(kw_only=True, eq=False)
+class FalseAccusation(Accuser):
     """Accuses an honest member of breaking ``rule`` in this step; gives its evidence to ``readers`` (None: to all)."""
 
     rule: Rule = Rule.REPORT
     readers: int | None = None
 
     def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
-        body = sign.body
-        if not isinstance(body, m.Confirm):
-            return sign
-        charge = self._make(insider)
-        if charge is None:
-            return sign
-        digest = note_case(insider, charge)
-        insider.notes["charge", digest] = charge
-        return change_body(sign, accusations=(*body.accusations, digest))
+        charge = self._make(insider) if isinstance(sign.body, m.Confirm) else None
+        return self.bring(insider, sign, charge) if charge is not None else sign
 
     def _make(self, insider: Insider) -> m.Accusation | None:
         view = insider.view
@@ -116,14 +135,8 @@ class FalseAccusation(Attack):
             return m.Accusation(self.rule, *place, part, commit, report, (1.5,) * insider.config.projections, (2.5,))
         return m.Accusation(self.rule, *place, part if self.rule is Rule.MALFORMED else (), commit, None, (), ())
 
-    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
-        message = delivery.message
-        if isinstance(message, m.PullProof) and delivery.sender is not None:
-            charge = insider.notes.get(("charge", message.case))
-            readers = {*insider.honest[: self.readers], *insider.plot.keys}
-            if charge is not None and delivery.sender in readers:
-                insider.send_later(0.0, (delivery.sender,), charge)
-        return delivery
+    def may_read(self, insider: Insider, reader: bytes) -> bool:
+        return reader in insider.honest[: self.readers] or reader in insider.plot.keys
 
 
 @dataclass(kw_only=True, eq=False)
@@ -213,3 +226,45 @@ class IdleValidator(Attack):
         if isinstance(sign.body, m.Report):
             return change_body(sign, findings=())
         return sign
+
+
+@dataclass(kw_only=True, eq=False)
+class NothingReceived(Attack):
+    """Says of each probationer that it checks that it got nothing, to keep it out."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        if not isinstance(sign.body, m.Report):
+            return sign
+        roster, findings = insider.view.roster, sign.body.findings
+        lies = tuple(x if x.target in roster else m.Finding(x.target, Verdict.NOT_RECEIVED) for x in findings)
+        insider.plot.notes["denied"] = insider.plot.notes.get("denied", 0) + (lies != findings)
+        return change_body(sign, findings=lies)
+
+
+@dataclass(kw_only=True, eq=False)
+class SilentVote(Attack):
+    """Keeps its VOTE back once, in the first attempt in which an honest member accuses: the charge may be forgotten."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        notes, here = insider.notes, (insider.view.step, insider.view.attempt)
+        if not isinstance(sign.body, m.Vote) or "kept vote" in notes or notes.get((self, "charged")) != here:
+            return sign
+        notes["kept vote"] = True
+        return None
+
+    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
+        message = delivery.message
+        if isinstance(message, Signed) and message.sender in insider.honest and is_accusing(message):
+            insider.notes[self, "charged"] = insider.view.step, insider.view.attempt
+        return delivery
+
+
+def is_accusing(message: Signed) -> bool:
+    """Whether this is a CONFIRM with accusations."""
+    if message.domain is not Domain.AGREED or message.phase is not Phase.CONFIRM:
+        return False
+    try:
+        body = open_body(message)
+    except Malformed:
+        return False
+    return isinstance(body, m.Confirm) and bool(body.accusations)

@@ -1,17 +1,20 @@
-"""Leaving, coming back, and lying to those who come."""
+"""Leaving, coming back, lying on probation, and lying to those who come."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
+from torch import Tensor
 
 from phalanx.attacks.base import Attack, Insider, Mail, change_body
+from phalanx.attacks.broadcast import is_own
 from phalanx.core import messages as m
-from phalanx.core.effects import Sign
+from phalanx.core.crypto import Domain
+from phalanx.core.effects import Broadcast, Delivery, Effect, Sign
 from phalanx.core.membership import decode_view, encode_view
-from phalanx.core.messages import Message, Signed
+from phalanx.core.messages import Message, Phase, Signed
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,6 +53,147 @@ class SilentTarget(Attack):
                 insider.notes["hides until"] = step + self.steps
                 return ()
         return ((to, message),)
+
+
+@dataclass(kw_only=True, eq=False)
+class LongLeave(Attack):
+    """Leaves, and asks to join again when ``steps`` have passed: all may have forgotten it."""
+
+    steps: int = 11
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        goes = isinstance(sign.body, m.Confirm) and sign.step == self.start
+        return change_body(sign, leaving=True) if goes else sign
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        joins = isinstance(message, Signed) and message.domain is Domain.JOIN
+        return () if joins and not self.may_return(insider) else ((to, message),)
+
+    def may_return(self, insider: Insider) -> bool:
+        return insider.view.step >= self.start + self.steps
+
+
+@dataclass(kw_only=True, eq=False)
+class ReturnForNewcomer(LongLeave):
+    """Leaves, and asks to join again when a friend with a new key has come in (and, ``after_ban``, another is banned).
+
+    The bound on attackers should not be lower than those who are then here.
+    """
+
+    after_ban: bool = False
+
+    def may_return(self, insider: Insider) -> bool:
+        banned = not insider.plot.keys.isdisjoint(insider.view.banned)
+        return has_newcomer(insider) and (banned or not self.after_ban)
+
+
+def has_newcomer(insider: Insider) -> bool:
+    """Whether one of the plot that is no founder is a member."""
+    return any(key in insider.plot.keys and key not in insider.config.founders for key in insider.view.roster)
+
+
+@dataclass(kw_only=True, eq=False)
+class Sacrifice(Attack):
+    """Lets itself be banned once a friend with a new key is a member: the bound should not fall for it."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        spoils = isinstance(sign.body, m.Reveal) and has_newcomer(insider)
+        return insider.seal_bytes(sign, b"\xc1") if spoils else sign
+
+
+@dataclass(kw_only=True, eq=False)
+class OneByOne(Attack):
+    """The first contributor of the plot starts each attempt from a view of its own: they go one by one, to be many."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        first = insider.crew[:1] == (insider.key,)
+        return change_body(sign, view=bytes(32)) if isinstance(sign.body, m.Commit) and first else sign
+
+
+# ---- Probation
+
+
+@dataclass(kw_only=True, eq=False)
+class TrialOfOtherStep(Attack):
+    """On probation it commits to nothing that it computed, and says that this was in another step."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        if not isinstance(sign.body, m.Trial):
+            return sign
+        insider.notes["other step"] = True
+        return replace(sign, step=sign.step + 7, body=m.Trial(b"x" * 32))
+
+
+@dataclass(kw_only=True, eq=False)
+class LastTrial(Attack):
+    """On probation it serves in two steps only, after it ``missed`` so many: first with nothing, then a wrong gradient.
+
+    It may be dropped while it is checked, and whoever checks it be blamed.
+    """
+
+    missed: int = 12
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        return -gradient if insider.index is None else gradient
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        if insider.index is not None:
+            return ((to, message),)
+        if isinstance(message, Signed) and message.domain is Domain.TRIAL:
+            since = next((x.since for x in insider.view.candidates if x.key == insider.key), None)
+            served = None if since is None else message.step - since - self.missed
+            if served == 0:
+                return ((to, insider.seal_again(message, m.Trial(b"x" * 32))),)
+            return ((to, message),) if served == 1 else ()
+        if isinstance(message, m.PartChunk):
+            insider.plot.notes[_name_part(message)] = message
+            return ()
+        return ((to, message),)
+
+
+@dataclass(kw_only=True, eq=False)
+class ShowsParts(Attack):
+    """Shows who checks a probationer of the plot what that committed to and did not send itself."""
+
+    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
+        message, sender = delivery.message, delivery.sender
+        if isinstance(message, m.PullPart) and message.owner not in insider.view.roster and sender is not None:
+            part = insider.plot.notes.get(_name_part(message))
+            if part is not None:
+                insider.send_later(0.0, (sender,), part)
+        return delivery
+
+
+def _name_part(message: m.PartChunk | m.PullPart) -> tuple[str, int, int, bytes, int]:
+    return "part on trial", message.step, message.attempt, message.owner, message.part
+
+
+# ---- Views, states and chains
+
+
+@dataclass(kw_only=True, eq=False)
+class CertificateForSome(Attack):
+    """Sends its SEAL to nobody but shows ``victims`` the certificate that it completes; then silence.
+
+    They go on in a view that the others should not be without.
+    """
+
+    victims: int = 1
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        if (self, "spent") in insider.notes:
+            return ()
+        if isinstance(message, Signed) and is_own(insider, message, (Phase.SEAL,)):
+            insider.notes[self, "spent"] = insider.notes[self, "seal"] = message
+            return ()
+        return ((to, message),)
+
+    def each_attempt(self, insider: Insider) -> Iterable[Effect]:
+        kept = insider.notes.pop((self, "seal"), None)
+        if kept is not None:
+            insider.notes["certificate shown"] = True
+            seals = tuple(x for (height, _), x in insider.heard.items() if height == kept.height)
+            yield Broadcast(insider.honest[: self.victims], m.Chain((m.Link(encode_view(insider.view), seals),)))
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from phalanx.attacks import aggregation, broadcast, gradients, justice, membership
+from phalanx.attacks import (
+    aggregation,
+    broadcast,
+    framing,
+    gradients,
+    justice,
+    membership,
+    slow_path,
+    strangers,
+)
 from phalanx.attacks.base import Attack, combine
 from phalanx.core import messages as m
 from phalanx.core.messages import Phase, Rule
@@ -31,6 +40,18 @@ def _hit_and_leave(start: int = 3, **options: Any) -> Attack:
 def _hit_and_vanish(start: int = 3, **options: Any) -> Attack:
     wrong = gradients.WrongGradient(start=start, stop=start + 1, **options)
     return combine(wrong, membership.Absent(start=start + 1, steps=3))
+
+
+def _cover_and_leave(start: int = 3, stop: int | None = None, **options: Any) -> Attack:
+    """Lies until ``stop``, for one step if that is not said; then goes."""
+    end = start + 1 if stop is None else stop
+    shift, cover = (lie(start=start, stop=end, **options) for lie in (aggregation.QuietShift, aggregation.Cover))
+    return combine(shift, cover, membership.Leave(start=end, stop=end + 1))
+
+
+def _leave_and_lie(start: int = 2, stop: int | None = None, **options: Any) -> Attack:
+    lie = membership.TrialOfOtherStep(start=start, stop=stop, **options)
+    return combine(membership.Leave(start=start, stop=start + 1, **options), lie)
 
 
 def _shielded(lie: Callable[..., Attack]) -> Callable[..., Attack]:
@@ -89,6 +110,10 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "complaint_spam": partial(aggregation.FalseComplaints, count=None),
     "deaf_to_parts": aggregation.Deaf,
     "deaf_to_aggregates": partial(aggregation.Deaf, kind=m.AggregateChunk),
+    "cover_and_leave": _cover_and_leave,
+    "hidden_part": aggregation.HiddenPart,
+    "part_for_validators": aggregation.PartForValidators,
+    "friends_missing": aggregation.FriendsMissing,
     # agreed broadcast
     "equivocate": broadcast.Equivocate,
     **{f"equivocate_{phase.name.lower()}": partial(broadcast.Equivocate, phases=(phase,)) for phase in Phase},
@@ -122,6 +147,10 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "votes_to_some": broadcast.VotesToSome,
     "two_votes": broadcast.TwoVotes,
     "withheld_certificates": broadcast.WithheldCertificates,
+    "mixed_item": slow_path.MixedItem,
+    "long_endorsements": slow_path.LongEndorsements,
+    "long_bodies": partial(slow_path.LongBodies, votes=True),
+    "late_reveal_for_one": slow_path.RevealForSome,
     # randomness and justice
     "withheld_reveal": partial(broadcast.Silent, phases=(Phase.REVEAL,)),
     "wrong_reveal": justice.WrongReveal,
@@ -139,12 +168,39 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "lying_validator": justice.LyingValidator,
     "idle_validator": justice.IdleValidator,
     "shielded_gradient": _both(gradients.WrongGradient, justice.ShieldingVotes, justice.LyingValidator),
+    "unreceived_trials": justice.NothingReceived,
+    "silent_on_charge": justice.SilentVote,
+    # blame
+    "edge_lie": framing.EdgeLie,
+    "late_accusation": _both(framing.FalseReportOfLast, framing.LateAccuser),
+    "report_for_one": framing.ReportForOne,
+    "aggregate_for_one": framing.AggregateForOne,
+    "half_shown_charge": framing.HalfShownCharge,
+    "late_opening": framing.LateOpening,
+    "late_denial": framing.LateDenial,
+    "overridden_case": framing.Override,
+    # strangers
+    "free_proofs": partial(strangers.FreeProofs, keys=1000),
+    "half_shown_proof": strangers.HalfShownProof,
+    "first_in_line": strangers.FirstInLine,
+    "friend_proofs": _both(strangers.ShiftWithFriend, strangers.FriendProofs),
+    "slow_vote": strangers.SlowVote,
+    "gives_up_friend": strangers.GivesUp,
+    "gives_away_friend": strangers.GivesAway,
     # membership
     "leave": partial(membership.Leave, start=3),
     "hit_and_leave": _hit_and_leave,
     "hit_and_vanish": _hit_and_vanish,
     "absent": partial(membership.Absent, start=2),
     "silent_target": _both(gradients.WrongGradient, membership.SilentTarget),
+    "long_leave": partial(membership.LongLeave, start=1),
+    "return_for_newcomer": partial(membership.ReturnForNewcomer, start=1),
+    "sacrifice": membership.Sacrifice,
+    "one_by_one": membership.OneByOne,
+    "trial_of_other_step": _leave_and_lie,
+    "last_trial": _both(membership.LastTrial, membership.ShowsParts),
+    "certificate_for_one": membership.CertificateForSome,
+    "leave_by_certificate": _both(membership.Leave, membership.CertificateForSome),
     "wrong_seal": membership.WrongSeal,
     "wrong_state": membership.WrongState,
     "endless_state": partial(membership.WrongState, endless=True),

@@ -23,10 +23,10 @@ import msgspec
 from phalanx.core import messages as m
 from phalanx.core.codec import encode
 from phalanx.core.crypto import Domain, compute_digest
-from phalanx.core.effects import Broadcast, Note, Send, Sign, Story
+from phalanx.core.effects import Broadcast, Heard, KeepMessages, Note, Send, Sign, Story
 from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath
-from phalanx.core.membership import compute_quorum, compute_roster_digest, encode_view
+from phalanx.core.membership import View, compute_quorum, compute_roster_digest, encode_view
 from phalanx.core.messages import AgreedBody, Phase, Signed
 from phalanx.core.peer import Lost, Peer, compute_item_digest, weigh_items
 from phalanx.core.slowpath import SEALING, Resolution, Seen, get_successor, is_agreed, is_valid_alarm, resolve
@@ -40,8 +40,9 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
     transcript.heights[height] = phase
     if peer.member:
         message = yield Sign(height, view.step, view.attempt, phase, peer.root, body)
-        peer.take(message)
-        yield Broadcast(peer.audience, message)
+        if message is not None:
+            peer.take(message)
+            yield Broadcast(peer.audience, message)
     # What stands before the first COMMIT of a sealed view is certified: a wrong root there is the sender's own affair.
     checked = height > view.height or peer.riding
     complaint: Signed | None = None
@@ -59,16 +60,18 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
         elif len(page.letters) >= members and all(key in page.letters for key in view.roster):
             break
         if peer.foremost >= height:  # whoever goes on holds what I miss
-            yield from _ask_those_ahead(peer, height, asked)
+            yield from _ask_those_ahead(peer, height, asked, checked)
         if enough < peer.entered and len(page.letters) >= honest:
             enough = peer.time  # all honest messages may be here: what is missing is kept back
             pull_at = min(pull_at, peer.time + delta)
         if peer.time >= pull_at:
-            yield from _pull(peer, height, work)
+            yield from _pull(peer, height, work, checked)
             pull_at = peer.time + delta
         deadline = max(peer.entered + 4 * delta, peer.grace) + work if complaint is None else again
         if peer.member and peer.time >= deadline:
-            missing = tuple(sorted(key for key in view.roster if key not in page.letters))
+            missing = _list_missing(
+                peer, page, checked
+            )  # a height that is settled is not opened again: its deniers are
             if complaint is None and missing:  # said once; then repeated, for those who did not hear it
                 said = m.Timeout(missing, 0, None)
                 complaint = yield Sign(height, view.step, view.attempt, phase, peer.root, said)
@@ -86,14 +89,23 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
                 break
     values = {key: page.letters[key] for key in view.roster}
     transcript.record(height, phase, values)
+    if peer.member:  # whoever starts again knows what its next message rests on
+        yield KeepMessages(height, Heard.MESSAGES, tuple([letter.message for letter in values.values()]))
     peer.level, peer.root, peer.entered = height, compute_values_root(view.roster, values), peer.time
     return values
 
 
-def _ask_those_ahead(peer: Peer, height: int, asked: set[bytes]) -> Story:
+def _list_missing(peer: Peer, page: Page, checked: bool) -> tuple[bytes, ...]:
+    """Members of whom I have no letter, or, where roots are ``checked``, none that follows from mine."""
+    letters, root = page.letters, peer.root
+    wrong = checked and page.roots != {root}
+    missing = (k for k in peer.view.roster if k not in letters or (wrong and letters[k].message.previous != root))
+    return tuple(sorted(missing))
+
+
+def _ask_those_ahead(peer: Peer, height: int, asked: set[bytes], checked: bool) -> Story:
     """Ask each member that has completed this height, once, for what I miss of it: the answer is a round trip away."""
-    page = peer.page(height)
-    missing = tuple(sorted(key for key in peer.view.roster if key not in page.letters))
+    missing = _list_missing(peer, peer.page(height), checked)
     for key in peer.others:
         if missing and key not in asked and peer.ahead.get(key, -1) >= height:
             asked.add(key)
@@ -101,7 +113,10 @@ def _ask_those_ahead(peer: Peer, height: int, asked: set[bytes]) -> Story:
 
 
 def _find_difference(peer: Peer, page: Page) -> Letter | None:
-    """A member's letter that names another root than mine."""
+    """A member's letter that names another root than mine. Of two letters of a member mine is the one that does not."""
+    for key, second in list(page.seconds.items()):
+        if page.letters[key].message.previous != peer.root == second.message.previous:
+            page.choose(key, second.digest)
     members = (page.letters[key] for key in peer.view.roster if key in page.letters)
     return next((letter for letter in members if letter.message.previous != peer.root), None)
 
@@ -114,10 +129,9 @@ def _show_difference(peer: Peer, height: int, wrong: Letter) -> m.Alarm:
     return m.Alarm(height, 0, (*letters, wrong.message))
 
 
-def _pull(peer: Peer, height: int, work: float) -> Story:
+def _pull(peer: Peer, height: int, work: float, checked: bool) -> Story:
     """Ask for what is missing; if that takes long, also whether the run went on without me."""
-    page = peer.page(height)
-    missing = tuple(sorted(key for key in peer.view.roster if key not in page.letters))
+    missing = _list_missing(peer, peer.page(height), checked)
     asked = peer.others if peer.member else peer.choose_some()  # nobody waits for one that only follows
     if missing:
         yield Broadcast(asked, m.PullMessages(height, missing))
@@ -231,17 +245,23 @@ class _Exchange:
         """Whether these are all messages of the next height: then nobody honest is left behind at this one."""
         sealing = self.epoch.sealing if self.epoch.heights.get(self.height) in SEALING else None
         roster = sealing.roster if sealing is not None else self.epoch.view.roster
-        senders = {x.message.sender for x in letters if is_agreed(x, self.height + 1)}
-        roots = {x.message.previous for x in letters}
-        return set(roster) <= senders and len(roots) == 1 and (sealing is None or roots == {sealing.previous})
+        roots = {x.message.sender: x.message.previous for x in letters if is_agreed(x, self.height + 1)}
+        if not set(roster) <= roots.keys():
+            return False
+        if sealing is None:
+            return len({roots[key] for key in roster}) == 1
+        # Who names another root in a COMMIT takes part in it all the same, and is removed for it later.
+        return sum(roots[key] == sealing.previous for key in roster) >= len(roster) - sealing.bound
 
     def _is_prepared(self, letters: Sequence[Letter]) -> bool:
-        view = self.epoch.view
         if not all(isinstance(x.body, m.Outcome) for x in letters):
             return False
         bodies = {_core(x) for x in letters}
-        places = (self.height, self.height + 1)  # whoever came down from the next height brings what it holds of it
-        signers = {x.message.sender for x in letters if x.message.height in places} & set(view.roster)
+        place = letters[0].message.height
+        if place not in (self.height, self.height + 1):  # whoever came down from the next height brings what it holds
+            return False
+        view = _get_electorate(self.peer, self.epoch, place)
+        signers = {x.message.sender for x in letters if x.message.height == place} & set(view.roster)
         rounds = {x.body.round if isinstance(x.body, m.Outcome) and not x.body.final else -1 for x in letters}
         return (
             len(bodies) == 1
@@ -269,7 +289,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
 
     Returns the height that was settled, and its attempt: the one before, if others needed that first.
     """
-    prepared: list[Letter] | None = None
+    prepared = _recall_prepared(peer, epoch, height)
     halted = False
     while True:
         try:
@@ -283,12 +303,17 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     exchange.note_prepared(prepared)
                 yield from _exchange_items(exchange, others)
                 if exchange.certificate is not None:
+                    # An equivocator may have given me another letter before: those who went on stand on these.
+                    peer.page(height + 1).settled |= {x.message.sender: x.digest for x in exchange.certificate}
                     for letter in exchange.certificate:
                         peer.take(letter.message)
                     yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
                     return epoch, height
-                final = _find_final(peer, epoch, height)
+                final = _find_final(peer, epoch, height) or _find_departure(peer, epoch, height + 1)
                 core = _choose(exchange) if final is None else None
+                if final is None and core is None and peer.lacking:
+                    yield from _fetch_lacking(peer, others)
+                    core = _choose(exchange)
                 if core is not None:
                     final, mine = yield from _vote(peer, epoch, height, round_, core)
                     prepared = mine or prepared
@@ -308,6 +333,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
             lower = peer.find_epoch(height)
             assert lower is not None
             epoch, alarm = lower, peer.alarms[height]
+        prepared = _recall_prepared(peer, epoch, height) or prepared  # I may just have voted for it
 
 
 def _look_below(peer: Peer, height: int) -> None:
@@ -363,6 +389,8 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
                         passed = yield from _endorse(exchange, letters, relay.endorsements)
                         yield Broadcast(others, m.Gossip(height, round_, (passed,)))
         if exchange.certificate is not None or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
+            return
+        if _find_departure(peer, exchange.epoch, height + 1) is not None:
             return
         yield from peer.receive(end)
         _look_below(peer, height)
@@ -425,12 +453,12 @@ def _catch_up(peer: Peer, epoch: Transcript, height: int, root: bytes) -> Story:
     if peer.level >= height or epoch.heights.get(height) in SEALING:
         return
     peer.seek(height, root, epoch.view.roster)
-    pulled = -math.inf
+    again = peer.now
     while peer.sought is None:
-        if peer.now - pulled >= peer.config.delta:
-            pulled = peer.now
+        if peer.now >= again:
+            again = peer.now + peer.config.delta
             yield Broadcast(peer.others, m.PullMessages(height, tuple(sorted(epoch.view.roster))))
-        yield from peer.receive(pulled + peer.config.delta)
+        yield from peer.receive(again)
     peer.page(height).letters.update(peer.sought)
     peer.seeking = None
 
@@ -522,18 +550,46 @@ def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outco
             yield from peer.receive(end)
         if not final:
             firsts = votes[:quorum]
+            yield KeepMessages(height, Heard.VOTES, tuple(x.message for x in firsts))
     raise AssertionError("a quorum of final votes was not found")
+
+
+def _recall_prepared(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | None:
+    """The latest quorum of first votes that I hold. I may have cast a final vote for it, and crashed."""
+    for place, round_, final in sorted(peer.votes, reverse=True):
+        if place not in (height, height + 1) or final:
+            continue
+        view = _get_electorate(peer, epoch, place)
+        quorum = compute_quorum(peer.config, view)
+        groups: dict[bytes, list[Letter]] = {}
+        for who, letter in peer.votes[place, round_, final].items():
+            if who in view.roster:
+                groups.setdefault(_core(letter), []).append(letter)
+        for group in groups.values():
+            if len(group) >= quorum:
+                return group[:quorum]
+    return None
+
+
+def _get_electorate(peer: Peer, epoch: Transcript, height: int) -> View:
+    """The view whose members vote at a height: of this attempt, or, if it was the last of it, of the next."""
+    later = peer.find_epoch(height)
+    if later is not None and later.view.height > epoch.view.height:
+        return later.view
+    sealing = epoch.sealing if epoch.heights.get(height - 1) in SEALING else None
+    return sealing or epoch.view
 
 
 def _find_final(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | None:
     """A quorum of final votes of one round for one outcome, if it is here."""
-    quorum = compute_quorum(peer.config, epoch.view)
+    view = _get_electorate(peer, epoch, height)
+    quorum = compute_quorum(peer.config, view)
     for (place, _, final), votes in peer.votes.items():
         if place != height or not final or len(votes) < quorum:
             continue
         groups: dict[bytes, list[Letter]] = {}
         for who, letter in votes.items():
-            if who in epoch.view.roster:
+            if who in view.roster:
                 groups.setdefault(_core(letter), []).append(letter)
         for group in groups.values():
             if len(group) >= quorum:
@@ -541,12 +597,18 @@ def _find_final(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | No
     return None
 
 
+def _find_departure(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | None:
+    """Final votes at the next height that put somebody out: whoever cast them came down from there too late."""
+    final = _find_final(peer, epoch, height)
+    return final if final is not None and isinstance(final[0].body, m.Outcome) and final[0].body.out else None
+
+
 def _settle(exchange: _Exchange, final: list[Letter], others: tuple[bytes, ...]) -> Story:
     """Go on as the final votes say: on the fast path with the letters seen, or from a new view."""
     peer, epoch = exchange.peer, exchange.epoch
     settled, messages = final[0].body, tuple(x.message for x in final)
     assert isinstance(settled, m.Outcome)
-    peer.finals[exchange.height] = messages
+    peer.finals[messages[0].height] = messages
     yield Broadcast(others, m.Certificate(messages))
     if not settled.out:
         peer.late |= set(settled.late)
@@ -555,7 +617,8 @@ def _settle(exchange: _Exchange, final: list[Letter], others: tuple[bytes, ...])
     for page in (exchange.seen.here, exchange.seen.next):  # two of one sender are evidence
         for letter in (*page.letters.values(), *page.seconds.values()):
             peer.take(letter.message)
-    view = epoch.outcomes.get(settled.view)
+    known = (x.outcomes[settled.view] for x in peer.transcripts.values() if settled.view in x.outcomes)
+    view = next(known, None)  # of this attempt, or of the next, if those who came down from there had settled it
     if view is not None:
         yield Broadcast(others, m.Chain((m.Link(encode_view(view), messages),)))
         raise Lost(view, messages, epoch)
@@ -568,16 +631,32 @@ def _settle(exchange: _Exchange, final: list[Letter], others: tuple[bytes, ...])
 
 def _take_slots(peer: Peer, epoch: Transcript, exchange: _Exchange, settled: m.Outcome) -> Story:
     """Hold the letters that the outcome names, asking for them if need be."""
-    for page in (exchange.seen.here, exchange.seen.next):
-        for letter in page.letters.values():
-            peer.take(letter.message)
-    page, pulled = peer.page(exchange.height), -1.0
+    page = peer.page(exchange.height)
     wanted = {slot.owner: slot.value for slot in settled.slots if slot.height == exchange.height}
-    while lacking := tuple(sorted(k for k, v in wanted.items() if v is not None and not page.choose(k, v))):
-        if pulled < 0 or peer.now - pulled >= peer.config.delta:
-            pulled = peer.now
+    page.settled = {key: value for key, value in wanted.items() if value is not None}
+    for seen in (exchange.seen.here, exchange.seen.next):
+        for letter in seen.letters.values():
+            peer.take(letter.message)
+    again = peer.now
+    while lacking := tuple(sorted(key for key, value in page.settled.items() if not page.choose(key, value))):
+        if peer.now >= again:
+            again = peer.now + peer.config.delta
             yield Broadcast(peer.others, m.PullMessages(exchange.height, lacking))
-        yield from peer.receive(pulled + peer.config.delta)
+        yield from peer.receive(again)
+
+
+def _ask_lacking(peer: Peer, others: tuple[bytes, ...]) -> Story:
+    for digest in sorted(peer.lacking - peer.cases.keys()):
+        peer.asked.add(("case", peer.view.step, digest))
+        yield Broadcast(others, m.PullProof(digest))
+
+
+def _fetch_lacking(peer: Peer, others: tuple[bytes, ...]) -> Story:
+    """The cases without which I cannot tell how the step ends: a round trip, while others vote."""
+    yield from _ask_lacking(peer, others)
+    end = peer.now + 2 * peer.config.delta
+    while peer.now < end and peer.lacking - peer.cases.keys():
+        yield from peer.receive(end)
 
 
 def _say_failed(
@@ -599,9 +678,7 @@ def _await_round(
     while True:
         yield from _say_failed(peer, epoch, height, round_ + 1, prepared, others)
         yield Broadcast(others, m.PullChain(peer.base.height))
-        for digest in sorted(peer.lacking - peer.cases.keys()):
-            peer.asked.add(("case", peer.view.step, digest))
-            yield Broadcast(others, m.PullProof(digest))
+        yield from _ask_lacking(peer, others)
         end = peer.now + 4 * delta
         while peer.now < end:
             _look_below(peer, height)

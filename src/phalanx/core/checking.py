@@ -14,7 +14,7 @@ from phalanx.core.effects import Begin, Broadcast, ComputeGradient, Effect, Stor
 from phalanx.core.envelope import Examiner, Letter
 from phalanx.core.justice import Case, get_accused
 from phalanx.core.membership import View, compute_batch_seed, find_record, has_concluded
-from phalanx.core.merkle import compute_root, hash_part, verify_path
+from phalanx.core.merkle import compute_paths, hash_part, verify_path
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.partition import compute_part_sizes, split_parts
 from phalanx.core.peer import Peer
@@ -89,13 +89,13 @@ def check_commit(
     target: bytes,
     accusing: bool = False,
     named: Collection[int] = (),
-    accusers: Sequence[bytes] = (),
 ) -> Story:
     """V4: recompute ``target``'s gradient of that attempt, its root, and its reports: on all parts, ``named`` at least.
 
-    Who is about to accuse allows for more rounding than those who will vote: else a report on the edge could be wrong
-    for one and right for the others. Reports count only where the step was taken: in an attempt that died some may hold
-    a report, or an aggregate, that others never saw, and nobody could say what it held against it.
+    The verdict is on the gradient; wrong reports are beside it. Who is about to accuse allows for more rounding than
+    those who will vote: else a report on the edge could be wrong for one and right for the others. Reports count only
+    where the step was taken: in an attempt that died some may hold a report, or an aggregate, that others never saw,
+    and nobody could say what it held against it.
     """
     view, count = transcript.view, len(transcript.view.roster)
     root = peer.get_commitment(transcript, target)
@@ -104,27 +104,30 @@ def check_commit(
     seed = compute_batch_seed(peer.config, view.randomness, view.step, target)
     is_new = (view.step, seed) not in peer.gradients
     gradient = yield from compute_gradient(peer, view.step, seed)
-    if gradient is None:
-        return Verdict.NOT_RECEIVED, ()
+    if gradient is None:  # the state is no longer here: that says nothing of what was shown
+        return Verdict.INCONCLUSIVE, ()
     mine = cut(gradient, count, peer.wire)
     if is_new and (view.step, seed) in peer.gradients:
         peer.gradients[view.step, seed] = peer.put_away_vector(gradient)
     del gradient
-    parts: dict[int, Piece] = dict(enumerate(mine))
-    if compute_root([hash_part(part) for part in mine]) != root:
+    parts, verdict = dict(enumerate(mine)), Verdict.INNOCENT
+    same, paths = compute_paths([hash_part(part) for part in mine])
+    if same == root and peer.config.tolerance is not None:  # others may come to other bytes, and ask me for these
+        for part, data in enumerate(mine):
+            peer.parts[view.step, view.attempt, target, part] = (peer.put_away(data), paths[part])
+    if same != root:
         if peer.config.tolerance is None:
             return Verdict.GUILTY, ()
-        parts = yield from _fetch_parts(peer, transcript, target, accusers)
+        parts = yield from _fetch_parts(peer, transcript, target)
         verdict = _compare(peer, parts, mine)
-        if verdict is not Verdict.INNOCENT:
+        if len(parts) < count:
             return verdict, ()
     if target not in transcript.duties.contributors or not has_concluded(peer.view, view.step, view.attempt):
-        return Verdict.INNOCENT, ()  # nothing came of what it reported
+        return verdict, ()  # nothing came of what it reported
     if not transcript.is_reported or any(read_aggregates(peer, transcript)[part] is None for part in named):
-        return Verdict.NOT_RECEIVED, ()
+        return (verdict if verdict is Verdict.GUILTY else Verdict.NOT_RECEIVED), ()
     margin = LATER_MARGIN * (ACCUSER_MARGIN if accusing else 1.0)
-    wrong = _find_wrong_reports(peer, transcript, target, parts, margin)
-    return (Verdict.GUILTY if wrong else Verdict.INNOCENT), wrong
+    return verdict, _find_wrong_reports(peer, transcript, target, parts, margin)
 
 
 def make_charge(
@@ -157,7 +160,7 @@ def find_fetch_time(config: Config) -> float:
     return 9 * config.delta + 2 * config.transfer_time if config.tolerance is not None else 0.0
 
 
-def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes, accusers: Sequence[bytes]) -> Story:
+def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes) -> Story:
     """The committed bytes: from the aggregators that got them, then also from their owner and from who accuses it."""
     view, delta = transcript.view, peer.config.delta
     places = [(view.step, view.attempt, owner, part) for part in range(len(view.roster))]
@@ -166,10 +169,11 @@ def _fetch_parts(peer: Peer, transcript: Transcript, owner: bytes, accusers: Seq
     def ask() -> Iterable[Effect]:
         for place in places:
             if not peer.has_part(place):
-                more = (owner, *accusers) if peer.time >= later else ()
+                more = (owner, *sorted(peer.bearers.get(place[:3], ()))) if peer.time >= later else ()
                 yield from ask_part(peer, place, (view.roster[place[3]], *more))
 
-    until = peer.time + find_fetch_time(peer.config) - delta
+    # Whoever is accused of one thing in many ways is waited for once.
+    until = peer.waits.setdefault((view.step, view.attempt, owner), peer.time + find_fetch_time(peer.config) - delta)
     yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, until)
     return {place[3]: data for place in places if (data := peer.get_part(place)) is not None}
 
@@ -187,6 +191,8 @@ def _find_wrong_reports(
     letter = (transcript.reports or {}).get(target)
     if letter is None or not isinstance(letter.body, m.Report) or transcript.randomness is None:
         return ()
+    if (len(letter.body.norms), len(letter.body.sums)) != (count, count * peer.config.projections):
+        return ()  # not of a contributor, or the attempt died of it
     sizes = compute_part_sizes(peer.config.size, count)
     pieces = [parts.get(part, b"") for part in range(count)]
     tensors = [tensor for tensor, _ in read_parts(pieces, sizes, peer.wire, peer.config.cap)]
@@ -227,13 +233,13 @@ def check_case(peer: Peer, case: Case, until: float) -> Story:
     """My ballot on a case, by recomputing what it is about."""
     if case.suspect is not None:
         transcript = peer.transcripts.get((case.suspect.step, case.suspect.attempt))
-        if transcript is None:
-            return Verdict.NOT_RECEIVED
+        if transcript is None:  # I was not here, or forgot
+            return Verdict.INCONCLUSIVE
         yield from fetch_trial(peer, transcript, case.suspect.key)
         verdict, wrong = yield from check_commit(peer, transcript, case.suspect.key, accusing=True)
         if wrong:  # whoever let its lies pass is still here: the next CONFIRM says so
             peer.charges.append(make_charge(transcript, case.suspect.key, wrong))
-        return verdict
+        return Verdict.GUILTY if wrong else verdict
     if case.part is not None:
         return _check_part(peer, case.part)
     yield from fetch_case(peer, case, until)
@@ -320,16 +326,21 @@ def _check_accusation(peer: Peer, charge: m.Accusation, accusers: Sequence[bytes
     if not is_kept(peer.view, charge.step, charge.attempt):
         return Verdict.INNOCENT  # nothing of that attempt can be charged any more
     if transcript is None or Phase.COMMIT not in transcript.phases:
-        return Verdict.NOT_RECEIVED
+        return Verdict.INCONCLUSIVE  # the charge is here, but not what it is about
     if not _quotes_agreed(peer, transcript, charge):
         return Verdict.INNOCENT
     if charge.rule is Rule.GRADIENT:
         count = len(transcript.view.roster)
         named = tuple(part for part in charge.parts if part < count)
-        verdict, wrong = yield from check_commit(peer, transcript, charge.accused, named=named, accusers=accusers)
-        if verdict is Verdict.GUILTY and (bool(charge.parts) != bool(wrong) or not set(charge.parts) <= set(wrong)):
-            return Verdict.INNOCENT
-        return verdict
+        verdict, wrong = yield from check_commit(peer, transcript, charge.accused, named=named)
+        if not charge.parts:
+            return verdict
+        if verdict is Verdict.GUILTY and peer.config.tolerance is not None and not wrong:
+            owned = ((charge.step, charge.attempt, charge.accused, part) for part in range(count))
+            verdict = verdict if all(map(peer.has_part, owned)) else Verdict.NOT_RECEIVED
+        if not wrong and verdict in (Verdict.NOT_RECEIVED, Verdict.INCONCLUSIVE):
+            return verdict
+        return Verdict.GUILTY if set(charge.parts) <= set(wrong) else Verdict.INNOCENT
     count = len(transcript.view.roster)
     if any(part >= count for part in charge.parts):
         return Verdict.INNOCENT
@@ -361,7 +372,11 @@ def _quotes_agreed(peer: Peer, transcript: Transcript, charge: m.Accusation) -> 
     commit = transcript.phases.get(Phase.COMMIT, {}).get(charge.accused)
     if commit is None:
         listed, quoted = transcript.served.get(charge.accused), peer.examiner.examine(charge.commit)
-        return listed is not None and quoted is not None and quoted.digest == listed and charge.report is None
+        if quoted is None or quoted.digest != listed or charge.report is not None:
+            return False
+        # It may have been kept from me: what all others listed counts all the same.
+        peer.trials.setdefault(transcript.view.height, {}).setdefault(charge.accused, {})[quoted.digest] = quoted
+        return True
     report = (transcript.reports or {}).get(charge.accused)
     return _is_same(peer.examiner, commit, charge.commit) and (
         charge.report is None or _is_same(peer.examiner, report, charge.report)
@@ -379,7 +394,7 @@ def _check_report(peer: Peer, transcript: Transcript, charge: m.Accusation, part
     letter = (transcript.reports or {}).get(charge.accused)
     if letter is None or not isinstance(letter.body, m.Report) or transcript.randomness is None:
         return Verdict.INNOCENT
-    if len(charge.sums) != width * peer.config.projections or not letter.body.norms:
+    if len(charge.sums) != width * peer.config.projections:
         return Verdict.INNOCENT
     sizes = compute_part_sizes(peer.config.size, count)
     aggregates = read_aggregates(peer, transcript)

@@ -9,7 +9,7 @@ from msgspec import Struct, msgpack
 
 from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
-from phalanx.core.messages import MAX_MEMBERS, MAX_PROJECTIONS
+from phalanx.core.messages import MAX_CASES, MAX_MEMBERS, MAX_PROJECTIONS
 from phalanx.core.wire import WIRE_TYPES
 
 KEPT_STEPS = 3
@@ -109,6 +109,11 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
             not self.partition_safe or 3 * b + c < n,
             f'quorum "partition-safe" needs 3 byzantine + outages < members: lower byzantine to {(n - 1 - c) // 3}, '
             f"or take {3 * b + c + 1} members",
+        )
+        most = MAX_CASES - m
+        _require(
+            1 <= self.admissions <= most,
+            f"admissions: expected 1 to {most}; whoever checks them all says so in one message",
         )
         _require(self.size >= n, f"size: a gradient of {self.size} coordinates cannot be cut into {n} parts")
         _require(self.wire in WIRE_TYPES, f"wire: {self.wire!r} is not one of {', '.join(WIRE_TYPES)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
@@ -80,7 +81,9 @@ class Sign:
 
     For agreed bodies and for votes of the slow path the driver keeps a journal, on disk before the message is sent: at
     a height (for a vote: at that height, round and stage) where this key has signed before, the result is that earlier
-    message, whatever is asked for now. So nothing, a crash included, makes an honest peer sign twice.
+    message, whatever is asked for now. So nothing, a crash included, makes an honest peer sign twice. If that message
+    is of another step, attempt or phase the result is None: the peer has gone back farther than a crash can throw it,
+    has nothing to say here, and will be missed.
     """
 
     height: int
@@ -179,6 +182,30 @@ class Keep(Struct, frozen=True):
     """Write the view to disk: after a crash the peer starts again from the last one kept."""
 
     view: bytes
+    height: int
+
+
+class Heard(IntEnum):
+    """What others said, and what is signed rests on."""
+
+    MESSAGES = 1
+    """The agreed messages of a height."""
+    VOTES = 2
+    """A quorum of first votes."""
+    CASES = 3
+    """The accusations and proofs that are voted on."""
+
+
+class KeepMessages(Struct, frozen=True, gc=False):
+    """Write what others said to disk, before anything is signed that rests on it: after a crash it is still known.
+
+    It takes the place of what was kept before of this kind and height. What is below the height of the view that was
+    kept last is no longer needed.
+    """
+
+    height: int
+    kind: Heard
+    messages: tuple[Message, ...]
 
 
 class Note(Struct, frozen=True, gc=False):
@@ -204,6 +231,7 @@ Effect: TypeAlias = (
     | ReadState
     | AdoptState
     | Keep
+    | KeepMessages
     | Note
 )
 Story: TypeAlias = Generator[Effect, Any, Any]

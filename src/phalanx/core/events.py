@@ -47,6 +47,13 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """This peer said goodbye, and the others are known to go on without it: nobody needs it any more."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """The last step was checked by everybody; its state may be released."""
 

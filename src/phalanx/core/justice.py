@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -22,8 +22,9 @@ from phalanx.core.membership import (
     Complaint,
     Suspect,
     View,
-    draw_targets,
+    find_last,
     find_record,
+    find_targets,
     finish_step,
     has_concluded,
     note_commits,
@@ -42,6 +43,8 @@ Cases = Mapping[bytes, m.Accusation | m.Proof]
 """Accusations and proofs by their digests: whoever has the digest knows that it has the right one."""
 
 
+UNKNOWN = bytes(32)
+"""The state that a member confirms if it lacks what would lead to one."""
 LEFT = "left"
 """The reason of a removal that the member itself asked for."""
 _UNHEARD = "accused without evidence"
@@ -108,8 +111,11 @@ def find_offenders(config: Config, transcript: Transcript, phase: Phase) -> Deci
         message, body = letter.message, letter.body
         labels = (message.step, message.attempt, message.phase) == place
         if not labels or body is None or not _fits(config, transcript, key, letter):
-            # What is said again is measured by what was said before.
-            said = (transcript.phases[Phase.AGGREGATE][key].message,) if phase is Phase.AGGREGATE_AGAIN else ()
+            said: list[Signed] = []
+            if not labels:  # only what stands beside it shows where it stood
+                said = [x.message for other, x in values.items() if other != key]
+            elif phase is Phase.AGGREGATE_AGAIN:  # what is said again is measured by what was said before
+                said = [transcript.phases[Phase.AGGREGATE][key].message]
             reason = f"a {phase.name} that says what it may not"
             decision.ban(key, Offence(Rule.MALFORMED, view.step, reason, (message, *said)))
         elif isinstance(body, m.Commit) and (body.view != start or message.previous != view.previous):
@@ -228,13 +234,20 @@ class Case:
     part: int | None = None
 
 
+def make_closing_agenda(view: View) -> tuple[Case, ...]:
+    """What is to be voted on anyway, whatever members say."""
+    return tuple(map(_make_case, find_heard(view)))
+
+
+def _make_case(suspect: Suspect) -> Case:
+    place = suspect.step.to_bytes(8, "little") + suspect.attempt.to_bytes(8, "little")
+    return Case(compute_digest("suspect", suspect.key, place), suspect=suspect)
+
+
 def make_agenda(config: Config, transcript: Transcript) -> tuple[Case, ...]:
-    view, cases = transcript.view, {}
+    view = transcript.view
     unshown = {suspect for suspect in find_unshown(config, transcript).values() if suspect.key in view.roster}
-    for suspect in (*find_heard(view), *unshown):
-        place = suspect.step.to_bytes(8, "little") + suspect.attempt.to_bytes(8, "little")
-        digest = compute_digest("suspect", suspect.key, place)
-        cases[digest] = Case(digest, suspect=suspect)
+    cases = {case.digest: case for case in map(_make_case, (*find_heard(view), *unshown))}
     for part in find_distant(config, transcript):
         digest = compute_digest("norms", view.step.to_bytes(8, "little"), part.to_bytes(8, "little"))
         cases[digest] = Case(digest, part=part)
@@ -258,8 +271,7 @@ def find_heard(view: View) -> list[Suspect]:
 def find_unshown(config: Config, transcript: Transcript) -> dict[tuple[bytes, bytes], Suspect]:
     """Tolerant: whose bytes its checker says it did not get, by checker and target. Everybody asks members for them."""
     view = transcript.view
-    last = next((record for record in reversed(view.attempts) if record.step == view.step - 1), None)
-    if config.tolerance is None or last is None:
+    if config.tolerance is None:
         return {}
     said = {
         (key, finding.target)
@@ -268,9 +280,22 @@ def find_unshown(config: Config, transcript: Transcript) -> dict[tuple[bytes, by
         for finding in letter.body.findings
         if finding.verdict is Verdict.NOT_RECEIVED
     }
-    committed = {*last.contributors, *last.trials}  # a target that a dead attempt drew may have validated in the last
-    checks = {(check.checker, check.target) for check in transcript.duties.checks if check.target in committed}
-    return {pair: Suspect(pair[1], last.step, last.attempt) for pair in sorted(said & checks)}
+    found = {}
+    for check in transcript.duties.checks:
+        last, pair = find_last(view, check.step), (check.checker, check.target)
+        # A target that a dead attempt drew may have validated in the last.
+        if pair in said and last is not None and check.target in (*last.contributors, *last.trials):
+            found[pair] = Suspect(check.target, last.step, last.attempt)
+    return dict(sorted(found.items()))
+
+
+def _find_hidden(config: Config, transcript: Transcript) -> set[bytes]:
+    """Tolerant: whose bytes most of its checkers say they did not get. Some may lie."""
+    checkers: dict[bytes, set[bytes]] = {}
+    for check in transcript.duties.checks:
+        checkers.setdefault(check.target, set()).add(check.checker)
+    lacking = Counter(target for _, target in find_unshown(config, transcript))
+    return {target for target, count in lacking.items() if 2 * count > len(checkers[target])}
 
 
 def get_share(transcript: Transcript) -> int:
@@ -319,12 +344,14 @@ def find_voters(transcript: Transcript, step: int, attempt: int) -> set[bytes]:
     return set(view.roster)
 
 
-def is_received(transcript: Transcript, case: Case) -> bool:
-    """Whether enough members have the evidence. If so, an honest one has it, and all can get it."""
+def is_received(config: Config, transcript: Transcript, case: Case) -> bool:
+    """Whether an honest member has the evidence, so that all can get it, and few lack it.
+
+    Some may who came back from an outage, or say so. An honest accuser shows it to all others.
+    """
     view, ballots = transcript.view, _ballots(transcript, case.digest)
-    others = [key for key in view.roster if key not in case.accusers]
-    lacking = sum(ballots.get(key) is Verdict.NOT_RECEIVED for key in others)
-    return 2 * lacking <= len(others) or lacking <= view.bound
+    having = sum(ballots.get(key, Verdict.NOT_RECEIVED) is not Verdict.NOT_RECEIVED for key in view.roster)
+    return view.bound < having >= len(view.roster) - view.bound - config.outages
 
 
 def _ballots(transcript: Transcript, digest: bytes) -> dict[bytes, Verdict]:
@@ -369,6 +396,7 @@ def decide(config: Config, transcript: Transcript, agenda: tuple[Case, ...], cas
     _decide_votes(config, transcript, agenda, cases, decision)
     _decide_norms(transcript, agenda, decision)
     _decide_sums(config, transcript, decision)
+    _decide_blind(transcript, decision)
     _decide_states(transcript, decision)
     _decide_complaints(config, transcript, decision)
     leaving = find_leaving(transcript)
@@ -396,7 +424,7 @@ def _decide_votes(
             suspect = case.suspect
             voters = find_voters(transcript, suspect.step, suspect.attempt) - {suspect.key}
             verdict = _tally(transcript, case.digest, voters)
-            if verdict is Verdict.GUILTY:
+            if verdict is Verdict.GUILTY and suspect.key not in view.banned:
                 left = suspect.key not in view.roster
                 reason = "left, and its gradient was wrong" if left else "its gradient was wrong when all checked it"
                 decision.ban(suspect.key, Offence(Rule.GRADIENT, suspect.step, reason, votes))
@@ -404,17 +432,20 @@ def _decide_votes(
                 acquitted.append(suspect)
             if config.tolerance is not None and verdict is None:
                 ballots = _ballots(transcript, case.digest)
-                if sum(ballots.get(key) is Verdict.NOT_RECEIVED for key in voters) > view.bound:
+                # Right bytes, shown to all, would have cleared it: it shows wrong ones to some.
+                lacking = sum(ballots.get(key) in (Verdict.NOT_RECEIVED, Verdict.GUILTY) for key in voters)
+                if lacking > view.bound + config.outages:  # who came back from one may lack all of that step
                     unshown.append(suspect.key)
-        elif case.accusers and is_received(transcript, case):
+        elif case.accusers and is_received(config, transcript, case):
             charge = cases[case.digest]
             step, attempt = get_place(charge)
             # Those who accuse vote too: of what is true all honest members may be the accusers.
             voters = find_voters(transcript, step, attempt) - {get_accused(charge)}
             verdicts[case.digest] = _tally(transcript, case.digest, voters)
     decision.acquitted = tuple(acquitted)
-    if len(set(unshown)) <= view.bound:  # else it was not they: messages took longer than delta
-        for key in set(unshown) & {*view.roster}:
+    hidden = {*unshown} & {*view.roster}
+    if len(hidden) <= view.bound:  # else it was not they: messages took longer than delta
+        for key in hidden:
             decision.remove(key, "did not show its gradient when all asked for it")
     decision.undecided = {
         key for case in agenda if verdicts.get(case.digest, Verdict.GUILTY) is None for key in case.accusers
@@ -436,17 +467,23 @@ def _decide_votes(
                 _convict(config, transcript, cases[digest], votes, decision)
     heard = {digest: cases[digest] for digest in verdicts}
     for case in agenda:
-        if verdicts.get(case.digest, Verdict.GUILTY) is None and _get_rule(heard[case.digest]) is Rule.REPORT:
-            for key in case.accusers:  # all can see such evidence and agree on it, unless it was kept from some
-                decision.remove(key, _UNHEARD)
+        if verdicts.get(case.digest, Verdict.GUILTY) is None:
+            # All can see the evidence of V1 and agree on it, unless it was kept from some. And one honest member that
+            # finds a charge false shows that it was not made in good faith.
+            cleared = Counter(_ballots(transcript, case.digest).values())[Verdict.INNOCENT] > view.bound
+            if cleared or _get_rule(heard[case.digest]) is Rule.REPORT:
+                for key in case.accusers:
+                    decision.remove(key, _UNHEARD)
     confirmed = {k for k, x in transcript.phases[Phase.CONFIRM].items() if isinstance(x.body, m.Confirm)}
     unheard = {key for key, reason in decision.removed.items() if reason == _UNHEARD}
+    decision.wrong |= bool(unheard)  # whether their aggregates are right nobody can say
     decision.cut = _find_cut(transcript, heard)
     decision.excused = {*view.roster} - confirmed | unheard | decision.cut
-    members = {*view.roster, *(count.key for count in view.absences)}
-    if len((decision.banned.keys() | decision.accomplices.keys()) & members) <= view.bound:  # else it was not they
+    liars = {get_accused(offence.case) for offence in decision.accomplices.values() if offence.case is not None}
+    if len((decision.accomplices.keys() | liars) - {*view.banned}) <= view.bound:  # else it was not they
         for key, offence in decision.accomplices.items():
-            decision.ban(key, offence)
+            if key not in view.banned:
+                decision.ban(key, offence)
 
 
 def _get_vote_evidence(transcript: Transcript) -> tuple[Signed, ...]:
@@ -475,7 +512,8 @@ def _convict(
     decision: Decision,
 ) -> None:
     accused, (step, attempt), rule = get_accused(charge), get_place(charge), _get_rule(charge)
-    decision.ban(accused, Offence(rule, step, "convicted by vote", votes, charge))
+    if accused not in transcript.view.banned:
+        decision.ban(accused, Offence(rule, step, "convicted by vote", votes, charge))
     if not isinstance(charge, m.Accusation) or not charge.parts:
         return
     if rule is Rule.REPORT and (step, attempt) == (transcript.view.step, transcript.view.attempt):
@@ -536,16 +574,18 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
                 column = dict(zip(bodies, said, strict=True))
                 column |= {key: fixed[place] for (key, at), fixed in decision.corrections.items() if at == part}
                 said = column.values()
-            total = math.fsum(said)  # exact, so the same for everybody
+            total = _add_up(said)
             if not abs(total) <= eps:
-                corrected = _get_vote_evidence(transcript) if decision.corrections else ()
-                evidence = evidence or (*(x.message for x in reports.values()), *corrected)
+                # Only CONFIRM shows that all had these reports, and only the votes that nothing else was corrected.
+                evidence = evidence or (*(x.message for x in reports.values()), *_get_vote_evidence(transcript))
                 decision.wrong = True
                 reason = f"its aggregate is off balance by {abs(total):.3g}, more than {eps:.3g}"
                 failing[view.roster[part]] = Offence(Rule.SUM, view.step, reason, evidence)
     if len(failing) > view.bound:
         return  # more than there can be attackers: it was not they, and the step is tried again
     for key, offence in failing.items():
+        if key in find_blind(transcript):
+            continue
         if key in decision.undecided:  # it may be right about those who lied; but no attempt is lost for free
             decision.remove(key, "its aggregate is off balance, and nobody can tell whose fault that is")
         # Who named more liars than fit is spared: those convicted go in its place. Not heard is not proven wrong.
@@ -553,11 +593,33 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
             decision.ban(key, offence)
 
 
+def _decide_blind(transcript: Transcript, decision: Decision) -> None:
+    """Whoever cannot check what was said of its part answers for nothing: the step is tried again without it."""
+    blind = find_blind(transcript)
+    decision.wrong |= bool(blind)
+    for key in sorted(blind) if len(blind) <= transcript.view.bound else ():  # else all have lost their memory
+        decision.remove(key, "lost the rows of its part")
+
+
+def find_blind(transcript: Transcript) -> set[bytes]:
+    confirms = transcript.phases[Phase.CONFIRM]
+    return {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm) and letter.body.blind}
+
+
+def _add_up(numbers: Iterable[float]) -> float:
+    """The exact sum, so the same for everybody; whoever reports what has none is off balance."""
+    try:
+        return math.fsum(numbers)
+    except OverflowError:
+        return math.inf
+
+
 def _decide_states(transcript: Transcript, decision: Decision) -> None:
     """E5: whoever comes to another state than the majority has to fetch it again. Never a ban."""
     confirms = transcript.phases[Phase.CONFIRM]
     states = Counter(x.body.state for x in confirms.values() if isinstance(x.body, m.Confirm))
-    state, count = states.most_common(1)[0]
+    states.pop(UNKNOWN, None)
+    state, count = states.most_common(1)[0] if states else (UNKNOWN, 0)
     if 2 * count <= len(confirms):
         return
     decision.state = state
@@ -618,8 +680,8 @@ def note_progress(config: Config, transcript: Transcript, until: int) -> View:
         served = tuple(sorted(find_served(transcript))) if Phase.AGGREGATE in known else ()
         view = note_commits(view, contributors, served)
     if Phase.REVEAL in known and transcript.randomness is not None:
-        count = sum(record.step == view.step for record in view.attempts) * config.validators
-        view = note_targets(view, draw_targets(transcript.randomness, contributors, count))
+        attempts = sum(record.step == view.step for record in view.attempts)
+        view = note_targets(view, find_targets(config, view, transcript.randomness, attempts))
     return view
 
 
@@ -679,7 +741,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         scale=scale,
         complaints=find_complaints(config, transcript),
         served=find_served(transcript),
-        unshown={target for _, target in find_unshown(config, transcript)},
+        unshown=_find_hidden(config, transcript),
         joins=[key for key, count in asked.items() if count > transcript.view.bound],
         acquitted=decision.acquitted,
     )

@@ -22,7 +22,9 @@ from phalanx.core.messages import MAX_MEMBERS
 from phalanx.core.randomness import Stream, derive_seed
 
 _MOST_MISSED = 12  # commits of a probationer; who is late once misses two
-_MOST_SUSPECTS = 256  # of a run's last steps; beyond, those of the very last
+_MOST_ABSENCES = 2  # of a former member that comes before strangers
+_MOST_BANNED = 1024  # beyond, only members are put on record
+_MOST_SUSPECTS = 256  # of a run's last steps; beyond, those of the last two, for which nobody has been drawn
 
 
 class _Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
@@ -52,10 +54,11 @@ class Candidate(_Record, frozen=True):
 
 
 class Check(_Record, frozen=True):
-    """``checker`` recomputes what ``target`` committed to in the step before."""
+    """``checker`` recomputes what ``target`` committed to in ``step``."""
 
     checker: bytes
     target: bytes
+    step: int
 
 
 class Caught(_Record, frozen=True):
@@ -95,7 +98,10 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
 
     step: int
     attempt: int
-    """How many attempts of the whole run have failed before this one: no two views have one step and attempt."""
+    """The height at which the last attempt began that followed a failed one, or 0. A member signs one COMMIT at a
+    height, so no two views that it takes part in have one step and attempt."""
+    failed: int
+    """How many attempts of the whole run have failed before this one."""
     height: int
     """Of the attempt's COMMIT."""
     previous: bytes
@@ -114,9 +120,10 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     order: tuple[bytes, ...]
     """The roster as drawn for duties, once per step."""
     targets: tuple[bytes, ...]
-    """Contributors of the step before whom the validators check."""
+    """Contributors of the last step but one whom the validators check: nobody knew them when that step's reports were
+    signed."""
     carried: tuple[bytes, ...]
-    """Contributors of this step whom a dead attempt's randomness has drawn: a retry draws more, not others."""
+    """Contributors of the step before whom a dead attempt's randomness has drawn: a retry draws more, not others."""
     trial_checks: tuple[Check, ...]
     banned: tuple[bytes, ...]
     strikes: tuple[Count, ...]
@@ -181,11 +188,11 @@ def compute_duties(config: Config, view: View) -> Duties:
             free = [key for key in order if key != target and key not in validators]
             if free:
                 validators.append(free[0])
-                checks.append(Check(free[0], target))
+                checks.append(Check(free[0], target, view.step - 2))
                 continue
         others = [key for key in validators if key != target]
         if others:
-            checks.append(Check(others[place % len(others)], target))
+            checks.append(Check(others[place % len(others)], target, view.step - 2))
     validators += [key for key in order if key not in validators][: count - len(validators)]
     contributors = tuple(key for key in view.roster if key not in validators)
     return Duties(tuple(validators), contributors, tuple(checks), config.validators - count)
@@ -197,17 +204,25 @@ def draw_targets(randomness: bytes, contributors: tuple[bytes, ...], count: int)
     return tuple(stream.draw_sample(contributors, min(count, len(contributors))))
 
 
-def foresee_duties(
-    config: Config, view: View, contributors: tuple[bytes, ...], randomness: bytes, served: Collection[bytes]
-) -> Duties:
+def find_targets(config: Config, view: View, randomness: bytes, attempts: int) -> tuple[bytes, ...]:
+    """Whom the randomness of the view's step draws from those who contributed to the step before it.
+
+    Of several attempts at a step each draws more. Were they drawn from those who contribute to this step, attackers
+    would know who of them is not checked before they report, and let that one lie for all.
+    """
+    before = find_last(view, view.step - 1)
+    return draw_targets(randomness, before.contributors, attempts * config.validators) if before is not None else ()
+
+
+def foresee_duties(config: Config, view: View, randomness: bytes, served: Collection[bytes]) -> Duties:
     """The duties of the next step if this attempt succeeds and nobody comes or goes."""
-    attempts = 1 + sum(record.step == view.step for record in view.attempts)
-    drawn = draw_targets(randomness, contributors, attempts * config.validators)
+    drawn = find_targets(config, view, randomness, 1 + sum(record.step == view.step for record in view.attempts))
     ahead = msgspec.structs.replace(
         view,
+        step=view.step + 1,
         order=_draw_order(randomness, view.roster),
         targets=tuple(dict.fromkeys((*view.carried, *drawn))),
-        trial_checks=_draw_trial_checks(randomness, view.roster, sorted(served), config.probation_checks),
+        trial_checks=_draw_trial_checks(randomness, view.roster, sorted(served), config.probation_checks, view.step),
     )
     return compute_duties(config, ahead)
 
@@ -225,6 +240,7 @@ def make_genesis(config: Config) -> View:
     return View(
         step=0,
         attempt=0,
+        failed=0,
         height=0,
         previous=config.run,
         roster=config.founders,
@@ -268,22 +284,28 @@ class Changes:
 
 
 def remove_members(config: Config, view: View, changes: Changes, acquitted: Collection[Suspect] = ()) -> View:
-    """The view without those who go. Their commits of the last steps become suspect, unless they are banned anyway."""
+    """The view without those who go. Their commits of the last steps become suspect.
+
+    Also of those who are banned: for whom they lied shows only if somebody looks.
+    """
     if not (changes.banned or changes.removed or changes.late or acquitted):
         return view
     gone = changes.out
     was_member = set(view.roster) | {count.key for count in view.absences}
-    leaving = [key for key in view.roster if key in gone and key not in changes.banned]
-    suspects = {suspect for suspect in view.suspects if suspect not in acquitted and suspect.key not in changes.banned}
+    going = [key for key in view.roster if key in gone]
+    leaving = [key for key in going if key not in changes.banned]
+    suspects = {suspect for suspect in view.suspects if suspect not in acquitted}
     for attempt in view.attempts:
-        suspects |= {Suspect(key, attempt.step, attempt.attempt) for key in leaving if key in attempt.contributors}
+        suspects |= {Suspect(key, attempt.step, attempt.attempt) for key in going if key in attempt.contributors}
     fresh = [key for key in changes.banned if key in was_member and key not in view.banned]
+    # A key that was never a member costs nothing, and neither does another: of such keys a limited number is kept.
+    strangers = sorted(changes.banned - was_member - {*view.banned})[: max(0, _MOST_BANNED - len(view.banned))]
     return msgspec.structs.replace(
         view,
         roster=tuple(key for key in view.roster if key not in gone),
         bound=min(config.byzantine, max(0, view.doubts - len(fresh))),
         doubts=max(0, view.doubts - len(fresh)),
-        banned=tuple(sorted({*view.banned, *changes.banned})),
+        banned=tuple(sorted({*view.banned, *fresh, *strangers})),
         strikes=_count(view.strikes, changes.late, gone),
         absences=_count(view.absences, leaving, changes.banned),
         complaints=tuple(c for c in view.complaints if c.namer not in gone and c.named not in gone),
@@ -297,7 +319,7 @@ def retry_step(
 ) -> View:
     """The same step once more, without those who go: same parameters and gradients, new slices and shares."""
     view = remove_members(config, view, changes, acquitted)
-    return msgspec.structs.replace(view, attempt=view.attempt + 1, height=height, previous=previous)
+    return msgspec.structs.replace(view, attempt=height, failed=view.failed + 1, height=height, previous=previous)
 
 
 def note_commits(view: View, contributors: tuple[bytes, ...], trials: tuple[bytes, ...]) -> View:
@@ -308,6 +330,11 @@ def note_commits(view: View, contributors: tuple[bytes, ...], trials: tuple[byte
 
 def find_record(view: View, step: int, attempt: int) -> Committed | None:
     return next((record for record in view.attempts if (record.step, record.attempt) == (step, attempt)), None)
+
+
+def find_last(view: View, step: int) -> Committed | None:
+    """The last attempt at a step: the one that took it, if the step is past."""
+    return next((record for record in reversed(view.attempts) if record.step == step), None)
 
 
 def has_concluded(view: View, step: int, attempt: int) -> bool:
@@ -325,7 +352,7 @@ def note_ending(view: View, excused: Iterable[bytes], caught: Iterable[tuple[byt
 
 
 def note_targets(view: View, targets: Iterable[bytes]) -> View:
-    """The view with targets that this attempt's randomness has drawn, in case the attempt dies."""
+    """The view with targets that this attempt's randomness has drawn, whether or not the attempt dies."""
     return msgspec.structs.replace(view, carried=tuple(dict.fromkeys((*view.carried, *targets))))
 
 
@@ -354,7 +381,7 @@ def finish_step(
         everybody = {
             Suspect(key, record.step, record.attempt)
             for record in last.values()
-            if record.step == step - 1 or len(last) * len(view.roster) <= _MOST_SUSPECTS
+            if record.step >= step - 2 or len(last) * len(view.roster) <= _MOST_SUSPECTS
             for key in record.contributors
             if key in view.roster
         }
@@ -382,7 +409,7 @@ def finish_step(
         order=_draw_order(randomness, roster),
         targets=tuple(dict.fromkeys((*targets, *view.carried))),
         carried=(),
-        trial_checks=_draw_trial_checks(randomness, roster, tried, config.probation_checks),
+        trial_checks=_draw_trial_checks(randomness, roster, tried, config.probation_checks, step - 1),
         complaints=tuple(
             c for c in (*view.complaints, *complaints) if c.step > step - config.complaint_window and c.namer in roster
         ),
@@ -392,13 +419,13 @@ def finish_step(
 
 
 def _draw_trial_checks(
-    randomness: bytes, roster: tuple[bytes, ...], tried: Sequence[bytes], count: int
+    randomness: bytes, roster: tuple[bytes, ...], tried: Sequence[bytes], count: int, step: int
 ) -> tuple[Check, ...]:
     """Who recomputes what those on probation committed to, each ``count`` times."""
     if not tried:
         return ()
     checkers = Stream(derive_seed(randomness, "trials"))
-    return tuple(Check(checkers.draw_sample(roster, 1)[0], key) for key in tried for _ in range(count))
+    return tuple(Check(checkers.draw_sample(roster, 1)[0], key, step) for key in tried for _ in range(count))
 
 
 def _advance_candidates(
@@ -418,7 +445,9 @@ def _advance_candidates(
     if not view.candidates and not joins:
         return view, []
     room = len(view.roster)
-    graduates, staying = [], []
+    graduates: list[bytes] = []
+    staying: list[Candidate] = []
+    gone: list[Candidate] = []
     honest = max(1, room - view.bound)
     for candidate in view.candidates:
         more = (candidate.key in served) - (candidate.key in unshown)
@@ -427,8 +456,8 @@ def _advance_candidates(
             graduates.append(candidate.key)
         else:
             denied = candidate.term * view.bound // honest if config.tolerance is not None else 0
-            if step - candidate.since - candidate.served <= _MOST_MISSED + denied:
-                staying.append(candidate)  # who does not show up gives way to others
+            here = step - candidate.since - candidate.served <= _MOST_MISSED + denied
+            (staying if here else gone).append(candidate)  # who does not show up gives way to others
     most = min(config.size, MAX_MEMBERS)
     if room + len(graduates) > most:
         graduates = graduates[: max(0, most - room)]
@@ -436,12 +465,15 @@ def _advance_candidates(
     waiting = sorted({key for key in joins if key not in taken})
     stream = Stream(derive_seed(randomness, "admission"))
     absences = {count.key: count.count for count in view.absences}
+    absences |= {candidate.key: absences[candidate.key] + 1 for candidate in gone if candidate.key in absences}
     drawn = stream.draw_sample(waiting, len(waiting))
-    drawn.sort(key=lambda key: key not in absences)  # former members first: a key that computed is worth more
+    # Former members first, a key that computed is worth more; but not those who keep going, or do not show up.
+    drawn.sort(key=lambda key: absences.get(key, _MOST_ABSENCES + 1) > _MOST_ABSENCES)
     for key in drawn[: max(0, config.admissions - len(staying))]:
         term = config.probation * absences[key] if key in absences else config.newcomer_term
         staying.append(Candidate(key, step, term, 0))
-    return msgspec.structs.replace(view, candidates=tuple(sorted(staying))), graduates
+    counts = tuple(Count(key, count) for key, count in sorted(absences.items()))
+    return msgspec.structs.replace(view, candidates=tuple(sorted(staying)), absences=counts), graduates
 
 
 def _move_tau(config: Config, view: View, scale: float | None) -> tuple[tuple[float, ...], float]:

@@ -6,15 +6,18 @@ right before every stop. :func:`remember` takes down what such checks need; :fun
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec import Struct
 
 from phalanx.core import messages as m
 from phalanx.core.codec import decode_message, encode
 from phalanx.core.envelope import Letter
 from phalanx.core.errors import Malformed
-from phalanx.core.membership import compute_duties, decode_view, encode_view
+from phalanx.core.membership import compute_duties, decode_view, encode_view, find_last
+from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Phase, Signed
-from phalanx.core.peer import Peer, compute_case_digest
+from phalanx.core.peer import Own, Peer, compute_case_digest
 from phalanx.core.transcript import Transcript
 
 
@@ -54,6 +57,15 @@ class Link(_Record, frozen=True):
     messages: tuple[Signed, ...]
 
 
+class Shown(_Record, frozen=True):
+    """The bytes that a peer committed to."""
+
+    step: int
+    attempt: int
+    seed: bytes
+    parts: tuple[bytes, ...]
+
+
 class Memory(_Record, frozen=True):
     """The same for all honest members that start from this view."""
 
@@ -71,6 +83,8 @@ class Notes(_Record, frozen=True):
     charges: tuple[m.Accusation, ...]
     joins: tuple[Signed, ...]
     late: tuple[bytes, ...]
+    shown: tuple[Shown, ...] = ()
+    """Of the last two steps, where whoever checks them has to see them."""
 
 
 def remember(peer: Peer, *, aggregates: bool = True) -> Memory:
@@ -114,7 +128,15 @@ def remember_notes(peer: Peer) -> Notes:
         charges=tuple(peer.charges),
         joins=tuple(letter.message for letter in peer.joins.values()),
         late=tuple(sorted(peer.late)),
+        shown=tuple(_find_shown(peer)) if peer.config.tolerance is not None else (),
     )
+
+
+def _find_shown(peer: Peer) -> Iterator[Shown]:
+    for step in (peer.view.step - 2, peer.view.step - 1):
+        record, own = find_last(peer.view, step), peer.own.get(step)
+        if record is not None and own is not None and record.attempt in own.parts:
+            yield Shown(step, record.attempt, own.seed, tuple(map(bytes, own.parts[record.attempt])))
 
 
 def _is_sound(case: m.Accusation | m.Proof) -> bool:
@@ -151,6 +173,11 @@ def recall(peer: Peer, memory: Memory, notes: Notes | None = None) -> None:
     peer.charges.extend(notes.charges)
     peer.joins.update({message.sender: _open(peer, message) for message in notes.joins})
     peer.late.update(notes.late)
+    for shown in notes.shown:
+        own = peer.own.setdefault(shown.step, Own(shown.seed))
+        own.parts[shown.attempt] = list(shown.parts)
+        digests = [hash_part(part) for part in shown.parts]
+        own.roots[shown.attempt], own.paths[shown.attempt] = compute_paths(digests)
 
 
 def _open(peer: Peer, message: Signed) -> Letter:

@@ -30,7 +30,7 @@ MAX_CASES = 64
 MAX_BALLOTS = 4 * MAX_MEMBERS
 MAX_OPENINGS = 1024
 MAX_LINKS = 64
-MAX_VIEW = 1 << 20
+MAX_VIEW = 7 << 18
 MAX_BODY = 60 * 1024
 MAX_CHUNK = 1 << 20
 MAX_MANIFEST = 1 << 16
@@ -43,8 +43,8 @@ Signature: TypeAlias = Annotated[bytes, Meta(min_length=SIGNATURE_SIZE, max_leng
 Secret: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Height: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Step: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
-Attempt: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Round: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Attempt: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Round: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Index: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Size: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Chunk: TypeAlias = Annotated[bytes, Meta(max_length=MAX_CHUNK)]
@@ -171,7 +171,7 @@ class Report(_Said, frozen=True):
     sums: Annotated[tuple[float, ...], Meta(max_length=MAX_MEMBERS * MAX_PROJECTIONS)]
     norms: Annotated[tuple[float, ...], Meta(max_length=MAX_MEMBERS)]
     lacking: Indices
-    findings: Annotated[tuple[Finding, ...], Meta(max_length=MAX_CASES)]
+    findings: Annotated[tuple[Finding, ...], Meta(max_length=MAX_MEMBERS)]
 
     def __post_init__(self) -> None:
         _require(all(map(math.isfinite, self.sums)), "sums: not finite")
@@ -195,13 +195,16 @@ class Report(_Said, frozen=True):
 
 class Confirm(_Said, frozen=True):
     """CONFIRM. The digest of the new state; digests of accusations; keys that asked to join; who was late in a slow
-    path since my last CONFIRM; whether I leave."""
+    path since my last CONFIRM; whether I leave.
+
+    ``blind``: what others said of my part I could not check, since its rows went with my memory."""
 
     state: Digest
     accusations: Annotated[tuple[Digest, ...], Meta(max_length=MAX_CASES)]
     joins: Annotated[tuple[Key, ...], Meta(max_length=MAX_CASES)]
     late: Keys
     leaving: bool
+    blind: bool
 
     def __post_init__(self) -> None:
         _require(len(set(self.accusations)) == len(self.accusations), "accusations: repeated")

@@ -28,7 +28,7 @@ from phalanx.core.membership import (
     encode_view,
 )
 from phalanx.core.merkle import hash_part, verify_path
-from phalanx.core.messages import MAX_CHUNK, Phase, Signed
+from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
 from phalanx.core.partition import compute_part_sizes, join_parts
 from phalanx.core.room import make_bytes
 from phalanx.core.slowpath import Resolution, is_valid_alarm
@@ -69,6 +69,11 @@ class Lost(Exception):  # noqa: N818
         super().__init__()
         self.view, self.messages, self.epoch = view, messages, epoch
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the view can no longer be replaced: one that is only sealed may be, by a slow path."""
+        return self.messages[0].domain is Domain.OUTCOME or self.messages[0].phase is Phase.COMMIT
+
 
 @dataclass(slots=True)
 class Own:
@@ -82,6 +87,12 @@ class Own:
     """Their wire bytes: of long parts a view."""
     paths: dict[int, list[tuple[bytes, ...]]] = field(default_factory=dict)
     roots: dict[int, bytes] = field(default_factory=dict)
+
+
+class Pile(list[m.Gossip]):
+    """What one member sent in one round of a slow path, and about how many bytes that is."""
+
+    weight = 0
 
 
 @dataclass(slots=True)
@@ -139,7 +150,7 @@ class Peer:
         """Final votes of slow paths that are settled."""
         self.alarms: dict[int, m.Alarm] = {}
         """Valid openings of slow paths that this peer has not joined yet."""
-        self.gossip: dict[tuple[int, int], dict[bytes, list[m.Gossip]]] = {}
+        self.gossip: dict[tuple[int, int], dict[bytes, Pile]] = {}
         self.cases: dict[bytes, m.Accusation | m.Proof] = {}
         self.proofs: dict[bytes, bytes] = {}
         """Accused key to the digest of a proof against it that nobody has acted on yet."""
@@ -151,6 +162,10 @@ class Peer:
         self.asked: set[tuple[Any, ...]] = set()
         self.answers: dict[tuple[bytes, type], tuple[float, int]] = {}
         self.partial: dict[tuple[Any, ...], Assembly] = {}
+        self.waits: dict[tuple[int, int, bytes], float] = {}
+        """Until when I wait for the bytes behind somebody's commit, in this round of checks."""
+        self.bearers: dict[tuple[int, int, bytes], set[bytes]] = {}
+        """Who accuses it, in this vote."""
         self.answered_alarms: set[tuple[int, int]] = set()
         self.gradients: dict[tuple[int, bytes], Tensor] = {}
         """What was computed lately for others, by step and seed."""
@@ -164,6 +179,8 @@ class Peer:
         self.base = view
         """The last view that all members are known to have started from: certificates are walked from here."""
         self.leaving = False
+        self.revived = False
+        """Whether I was here before, and signed what I may no longer be able to show."""
         self.late: set[bytes] = set()
         """Who earned a strike in a slow path that I have not told of in a CONFIRM yet."""
         self.reluctant: set[bytes] = set()
@@ -191,7 +208,8 @@ class Peer:
         self.sizes = compute_part_sizes(self.config.size, len(view.roster))
         self.transcript = Transcript(view, self.duties)
         self.transcripts[view.step, view.attempt] = self.transcript
-        self.circle = {*view.roster, *(c.key for c in view.candidates), *(k for a in view.attempts for k in a.roster)}
+        here = {*view.roster, *(c.key for c in view.candidates)}
+        self.circle = {*here, *(k for a in view.attempts for k in a.roster)}
         self.audience = tuple(key for key in (*view.roster, *(c.key for c in view.candidates)) if key != self.key)
         self.others = tuple(key for key in view.roster if key != self.key)
         self.banned = frozenset(view.banned)
@@ -206,7 +224,7 @@ class Peer:
         self.foremost = max(self.ahead.values(), default=-1)
         self.astray = False
         self.answered_alarms.clear()
-        _drop(self.joins, [key for key in self.joins if key in view.roster or key in view.banned])
+        _drop(self.joins, [key for key in self.joins if key in here or key in view.banned])
         self.adopted = None
         self.finished.clear()
         self._forget()
@@ -336,6 +354,20 @@ class Peer:
             place = (message.step, message.attempt, message.sender, letter.body.part)
             self.openings.setdefault(place, letter)
         return ()
+
+    def recall(self, messages: Iterable[Message]) -> None:
+        """Know again what was kept on disk, however far it is ahead of the view."""
+        for message in messages:
+            if isinstance(message, m.Accusation | m.Proof):
+                self.cases[compute_case_digest(message)] = message
+            if not isinstance(message, Signed):
+                continue
+            letter = self.examiner.examine(message) if message.run == self.run else None
+            if letter is not None and message.domain is Domain.AGREED:
+                self.page(message.height).add(letter)
+            elif letter is not None and isinstance(letter.body, m.Outcome):
+                ballot = (message.height, letter.body.round, letter.body.final)
+                self.votes.setdefault(ballot, {})[message.sender] = letter
 
     def _place(self, key: bytes, height: int) -> None:
         """Note that a member has done what it does only when it holds every message up to ``height``."""
@@ -557,26 +589,31 @@ def find_certificate(
     Whoever leaves out a link, so that the roster seems not to have changed, must not have a smaller quorum accepted:
     votes bear their roster, COMMIT comes from the view's own, and who sealed an attempt is on record in the view.
     """
-    roster = compute_roster_digest(before.roster)
+    rosters = {compute_roster_digest(before.roster): (before.roster, compute_quorum(config, before))}
+    sealed = before.attempts[-1].roster if before.attempts else ()
+    safe = (len(sealed) + config.byzantine) // 2 if config.partition_safe else len(sealed) // 2
+    rosters.setdefault(compute_roster_digest(sealed), (sealed, safe + 1))
     whole: dict[int, dict[bytes, tuple[Signed, bool]]] = {}
-    votes: dict[tuple[int, int], dict[bytes, Signed]] = {}
+    votes: dict[tuple[int, int, bytes], dict[bytes, Signed]] = {}
     for message in messages:
-        # A slow path at the height before may have replaced the view that was being sealed.
-        if message.run != config.run or message.sender not in before.roster or message.height < before.height - 1:
+        if message.run != config.run or message.height < before.height - 1:
             continue
         letter = examiner.examine(message)
         body = letter.body if letter is not None else None
-        if letter is not None and message.domain is Domain.AGREED:
+        if letter is not None and message.domain is Domain.AGREED and message.sender in before.roster:
             named = isinstance(body, m.Seal | m.Abort | m.Commit) and body.view == view.digest
             if named and _find_roster(view, message) not in (before.roster, None):
                 continue
             whole.setdefault(message.height, {})[message.sender] = (message, named)
-        elif isinstance(body, m.Outcome) and body.final and body.view == view.digest and message.previous == roster:
-            votes.setdefault((message.height, body.round), {})[message.sender] = message
-    quorum = compute_quorum(config, before)
-    for ballots in votes.values():
-        if len(ballots) >= quorum:
+        elif isinstance(body, m.Outcome) and body.final and body.view == view.digest:
+            # Those who sealed this view may have replaced it by another, in a slow path at the height before.
+            roster, _ = rosters.get(message.previous, ((), 0))
+            if message.sender in roster and (roster == before.roster or message.height == before.height - 1):
+                votes.setdefault((message.height, body.round, message.previous), {})[message.sender] = message
+    for place, ballots in votes.items():
+        if len(ballots) >= rosters[place[2]][1]:
             return tuple(ballots.values())
+    quorum = compute_quorum(config, before)
     for said in whole.values():
         naming = sum(named for _, named in said.values())
         if len(said) == len(before.roster) and naming >= max(len(before.roster) - before.bound, quorum):
@@ -599,8 +636,13 @@ def compute_case_digest(case: m.Accusation | m.Proof) -> bytes:
 # ---- What each kind of direct message does
 
 
-def _may_answer(peer: Peer, sender: bytes, kind: type, most: int = _ANSWERS) -> bool:
-    """Whether this kind of message has not come too often within ``delta``. No kind uses up what another may need."""
+def _may_answer(peer: Peer, sender: bytes, kind: type, most: int = _ANSWERS, strangers: int = _ANSWERS) -> bool:
+    """Whether this kind of message has not come too often within ``delta``. No kind uses up what another may need.
+
+    Keys are free, so all that are outside the circle share ``strangers``.
+    """
+    if sender not in peer.circle:
+        sender, most = b"", strangers
     since, count = peer.answers.get((sender, kind), (-math.inf, 0))
     if peer.now - since >= peer.config.delta:
         since, count = peer.now, 0
@@ -610,7 +652,7 @@ def _may_answer(peer: Peer, sender: bytes, kind: type, most: int = _ANSWERS) -> 
 
 def _may_send_bytes(peer: Peer, sender: bytes, kind: type) -> bool:
     members = len(peer.view.roster)
-    return _may_answer(peer, sender, kind, _ANSWERS + members * members // 2)
+    return _may_answer(peer, sender, kind, _ANSWERS + members * members // 2, 2 * members)
 
 
 def _on_part(peer: Peer, sender: bytes, message: m.PartChunk) -> Iterable[Effect]:
@@ -655,8 +697,8 @@ def _on_pull_part(peer: Peer, sender: bytes, message: m.PullPart) -> Story:
     transcript = peer.transcripts.get((message.step, message.attempt))
     if transcript is None or message.part >= len(transcript.view.roster):
         return
-    if not _may_send_bytes(peer, sender, m.PullPart):
-        return
+    if sender not in peer.circle or not _may_send_bytes(peer, sender, m.PullPart):
+        return  # parts are for those who check them
     data = peer.get_part(place)
     if data is not None:
         yield from send_part(peer, (sender,), place, data)
@@ -717,7 +759,7 @@ def _on_state(peer: Peer, sender: bytes, message: m.StateChunk) -> Story:
 
 
 def _on_pull_proof(peer: Peer, sender: bytes, message: m.PullProof) -> Story:
-    case = peer.cases.get(message.case)
+    case = peer.cases.get(message.case) if sender in peer.circle else None
     if case is not None and _may_answer(peer, sender, m.PullProof, 2 * m.MAX_BALLOTS):
         yield Send(sender, case)
 
@@ -730,7 +772,7 @@ def _on_case(peer: Peer, sender: bytes, message: m.Accusation | m.Proof) -> Stor
 
 
 def _on_pull_chain(peer: Peer, sender: bytes, message: m.PullChain) -> Story:
-    if not _may_answer(peer, sender, m.PullChain, 4):
+    if not _may_answer(peer, sender, m.PullChain, 4, 16):
         return
     links = [link for link in peer.links if link[0].height > message.height]
     begun = [epoch for epoch in peer.transcripts.values() if Phase.COMMIT in epoch.phases]
@@ -763,13 +805,18 @@ def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
             certificate = find_certificate(peer.config, peer.examiner, peer.view, later, link.messages)
         if certificate is None:
             break
+        if view is not peer.base and not peer.member:  # whoever goes on from a view has settled it
+            peer.base = view
         if later.roster != view.roster:
             peer.remember_link(later, certificate)
         for signed in certificate:  # whoever has to show later what it goes by must hold it
             yield from peer.take(signed)
+        epoch = peer.transcripts.get((view.step, view.attempt))
         view, adopted = later, Lost(later, certificate)
-        final = certificate[0].domain is Domain.OUTCOME or certificate[0].phase is Phase.COMMIT
-        if final and not peer.member:  # what is only sealed may still be replaced by a slow path
+        if epoch is not None and not adopted.is_final:  # as if I had sealed it myself: it may still be disputed
+            epoch.heights[certificate[0].height] = certificate[0].phase
+            epoch.sealing = later
+        if adopted.is_final and not peer.member:
             peer.base = later
     if adopted is not None and adopted.view != peer.view:
         above = adopted.view.height > peer.view.height
@@ -800,10 +847,10 @@ def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
 
 def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:
     """All messages of the next height are the proof that this one is settled."""
-    epoch = peer.find_epoch(alarm.height + 1)
+    here, epoch = peer.find_epoch(alarm.height), peer.find_epoch(alarm.height + 1)
     page = peer.pages.get(alarm.height + 1)
-    if not peer.member or epoch is None or page is None:
-        return
+    if here is None or peer.key not in here.view.roster or epoch is None or page is None:
+        return  # a member that leaves knows it as well as any other
     letters = [page.letters[key] for key in epoch.view.roster if key in page.letters]
     if len(letters) < len(epoch.view.roster):
         return
@@ -831,7 +878,8 @@ def weigh_items(items: Iterable[m.Relay]) -> int:
 
 
 def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
-    if sender in peer.circle and peer.level - 1 <= message.height <= peer.level + _FUTURE_HEIGHTS:
+    near = peer.level - 1 <= message.height <= peer.level + _FUTURE_HEIGHTS
+    if near and message.items and sender in peer.circle:
         places = [place for place, queues in peer.gossip.items() if sender in queues]
         place = (message.height, message.round)
         if place not in places and len(places) >= _ROUNDS:  # of what one member sends the latest rounds are kept
@@ -839,11 +887,11 @@ def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
             del peer.gossip[oldest][sender]
             if not peer.gossip[oldest]:
                 del peer.gossip[oldest]
-        queue = peer.gossip.setdefault(place, {}).setdefault(sender, [])
-        rounds = (queues.get(sender, ()) for queues in peer.gossip.values())
-        held = sum(weigh_items(gossip.items) for queue in rounds for gossip in queue)
-        if held + weigh_items(message.items) <= _GOSSIP_BYTES + len(peer.circle) * _GOSSIP_BYTES_EACH:
-            queue.append(message)
+        pile = peer.gossip.setdefault(place, {}).setdefault(sender, Pile())
+        held, weight = sum(x[sender].weight for x in peer.gossip.values() if sender in x), weigh_items(message.items)
+        if held + weight <= _GOSSIP_BYTES + len(peer.circle) * _GOSSIP_BYTES_EACH:
+            pile.append(message)
+            pile.weight += weight
     yield from ()
 
 

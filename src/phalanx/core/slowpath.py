@@ -37,7 +37,9 @@ def is_valid_alarm(run: bytes, examiner: Examiner, epoch: Transcript, alarm: Ala
     here = {x.message.sender: x for x in letters if x is not None and is_agreed(x, height)}
     if any(key not in here for key in view.roster) or len({x.message.previous for x in here.values()}) != 1:
         return False
-    root = get_successor(epoch, height) or compute_values_root(view.roster, here)
+    if any(x.message.phase in SEALING for x in here.values()):
+        return False  # who denies in its COMMIT what was sealed takes part in it all the same, and goes later
+    root = compute_values_root(view.roster, here)
     return any(x is not None and is_agreed(x, height + 1) and x.message.previous != root for x in letters)
 
 
@@ -141,7 +143,8 @@ def resolve(
     else:
         values = {key: here.letters[key] for key in roster}
         name = successor or compute_values_root(roster, values)
-        unsupported = {key for key, letter in said.items() if letter.message.previous != name}
+        denied = {key for key, letter in said.items() if letter.message.previous != name}
+        unsupported = denied if successor is None else set()
         closing = _is_closing(said, name, bound)
     if len(missing | stray | unsupported) > most:
         return None  # more than can be Byzantine or out

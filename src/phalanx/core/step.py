@@ -46,7 +46,9 @@ from phalanx.core.effects import (
     Foresee,
     HashState,
     HasState,
+    Heard,
     Keep,
+    KeepMessages,
     Note,
     Send,
     Sign,
@@ -59,6 +61,7 @@ from phalanx.core.events import (
     Banned,
     Diverged,
     Jumped,
+    Left,
     MarginLost,
     Removed,
     RunFinished,
@@ -66,6 +69,7 @@ from phalanx.core.events import (
     Synced,
 )
 from phalanx.core.justice import (
+    UNKNOWN,
     Case,
     Decision,
     Offence,
@@ -81,19 +85,22 @@ from phalanx.core.justice import (
     is_changed,
     is_received,
     make_agenda,
+    make_closing_agenda,
     make_next,
     make_retry,
 )
 from phalanx.core.membership import (
     View,
     compute_batch_seed,
+    compute_quorum,
     decode_view,
     encode_view,
+    find_last,
     foresee_duties,
     make_genesis,
 )
 from phalanx.core.merkle import compute_paths, hash_part
-from phalanx.core.messages import Phase, Rule, Verdict
+from phalanx.core.messages import Message, Phase, Rule, Verdict
 from phalanx.core.partition import join_parts, split_parts
 from phalanx.core.peer import Lost, Own, Peer, StateFetch, compute_case_digest, send_aggregate, send_part
 from phalanx.core.slowpath import Resolution
@@ -117,9 +124,10 @@ def run_attempt(peer: Peer) -> Story:
     share, salt = yield DrawSecret(view.height)
     hidden = compute_commitment(config.run, view.step, view.attempt, peer.key, share, salt)
     body = m.Commit(own.roots.get(view.attempt) if peer.contributes else None, hidden, view.digest)
-    yield from agree(peer, Phase.COMMIT, body, work=config.gradient_time)
+    yield from agree(peer, Phase.COMMIT, body, work=config.gradient_time + find_arrival_time(config, view))
     yield from settle_view(peer)
     yield from find_way_back(peer)
+    yield from keep_silent_without_parts(peer, own)
     offenders = find_offenders(config, transcript, Phase.COMMIT)
     if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
@@ -174,11 +182,9 @@ def run_attempt(peer: Peer) -> Story:
 
     # CONFIRM: the new state, and what I hold against others.
     yield from apply_update(peer)
-    state = (yield HashState(view.step + 1)) if peer.applied else bytes(32)
-    if not can_check_reports(peer):
-        yield from be_missed(peer)
+    state = (yield HashState(view.step + 1)) if peer.applied else UNKNOWN
     accusations += check_reports(peer)
-    yield from agree(peer, Phase.CONFIRM, make_confirm(peer, state, accusations))
+    yield from confirm(peer, make_confirm(peer, state, accusations, blind=not can_check_reports(peer)))
     offenders = find_offenders(config, transcript, Phase.CONFIRM)
     if offenders.banned:
         return (yield from abort(peer, offenders))
@@ -188,13 +194,20 @@ def run_attempt(peer: Peer) -> Story:
 def run_closing(peer: Peer) -> Story:
     """After the last step: everybody checks its contributors before the final state is released."""
     yield Note(AttemptStarted(peer.view))
+    yield from check_last_reports(peer)
     body = make_confirm(peer, peer.view.state, [])
-    yield from agree(peer, Phase.CONFIRM, body)
+    yield from confirm(peer, body, work=find_vote_time(peer, make_closing_agenda(peer.view)))
     yield from settle_view(peer)
     offenders = find_offenders(peer.config, peer.transcript, Phase.CONFIRM)
     if offenders.banned:
         return (yield from abort(peer, offenders))
     return (yield from conclude(peer, peer.view.state))
+
+
+def check_last_reports(peer: Peer) -> Story:
+    """After the last step no later CONFIRM can say whose lies an aggregator let pass: it is said in this one."""
+    for case in make_closing_agenda(peer.view) if peer.member else ():
+        yield from check_case(peer, case, peer.time)
 
 
 # ---- COMMIT
@@ -226,6 +239,12 @@ def prepare_parts(peer: Peer) -> Story:
     return own
 
 
+def find_arrival_time(config: Config, view: View) -> float:
+    """Seconds that a member needs that is new: somebody may have kept the last step from it, and served it no state."""
+    before = view.attempts[-1].roster if view.attempts else view.roster
+    return 6 * config.delta + config.transfer_time if set(view.roster) - set(before) else 0.0
+
+
 # ---- AGGREGATE
 
 
@@ -233,11 +252,21 @@ def find_way_back(peer: Peer) -> Story:
     """If most members start from another view than mine, I missed something: take theirs (:class:`Lost` brings it)."""
     commits = peer.transcript.phases[Phase.COMMIT].values()
     views = Counter(x.body.view for x in commits if isinstance(x.body, m.Commit))
-    digest, count = views.most_common(1)[0]
+    digest, count = views.most_common(1)[0] if views else (peer.view.digest, 0)
     peer.astray = 2 * count > len(commits) and digest != peer.view.digest
-    while peer.astray:
-        yield Broadcast(peer.others, m.PullChain(peer.base.height - 1))
-        yield from peer.listen(peer.time + peer.config.delta)
+    ask = Broadcast(peer.others, m.PullChain(peer.base.height - 1))
+    yield from fetch(peer, lambda: not peer.astray, lambda: (ask,), math.inf)
+
+
+def keep_silent_without_parts(peer: Peer, own: Own) -> Story:
+    """If my gradient is not the one that I committed to before I was started again, I can show nothing.
+
+    Whatever I say now is wrong: I am missed, and removed (:class:`Lost` ends this).
+    """
+    body = peer.transcript.phases[Phase.COMMIT][peer.key].body if peer.contributes and peer.revived else None
+    if isinstance(body, m.Commit) and body.parts != own.roots.get(peer.view.attempt):
+        ask = Broadcast(peer.others, m.PullChain(peer.base.height))
+        yield from fetch(peer, lambda: False, lambda: (ask,), math.inf)
 
 
 def scatter(peer: Peer, own: Own) -> Story:
@@ -432,31 +461,33 @@ def find_check_time(peer: Peer) -> float:
     config = peer.config
     load: dict[bytes, float] = {}
     for check in peer.duties.checks:
-        fetching = find_fetch_time(config) + (2 * config.delta if check.target not in peer.view.roster else 0.0)
+        trial = check.step == peer.view.step - 1  # its commit may have been sent to others only
+        fetching = find_fetch_time(config) + (2 * config.delta if trial else 0.0)
         load[check.checker] = load.get(check.checker, 0.0) + config.gradient_time + fetching
     return max(load.values(), default=0.0)
 
 
 def check_targets(peer: Peer) -> Story:
-    """A validator's work: recompute what its targets committed to in the step before."""
+    """A validator's work: recompute what its targets committed to."""
     view = peer.view
     findings: dict[bytes, Verdict] = {}
     accusations: list[m.Accusation] = []
-    done = [record for record in view.attempts if record.step == view.step - 1]
     for check in peer.duties.checks:
-        if check.checker != peer.key or not done or check.target in findings or check.target in view.banned:
+        if check.checker != peer.key or check.target in findings or check.target in view.banned:
             continue
-        transcript = peer.transcripts.get((done[-1].step, done[-1].attempt))
+        last = find_last(view, check.step)
+        transcript = peer.transcripts.get((last.step, last.attempt)) if last is not None else None
         if transcript is None:
             continue
         yield from fetch_trial(peer, transcript, check.target)
         verdict, wrong = yield from check_commit(peer, transcript, check.target, accusing=True)
-        findings[check.target] = verdict
+        guilty = verdict is Verdict.GUILTY
+        findings[check.target] = Verdict.GUILTY if wrong else verdict
         agreed = transcript.phases.get(Phase.COMMIT, {}).get(check.target)
         commit = agreed or peer.get_trial(transcript, check.target)
-        if verdict is Verdict.GUILTY and commit is not None:
-            accusations.append(make_charge(transcript, check.target, wrong, commit))
-    return tuple(m.Finding(key, findings[key]) for key in sorted(findings)), accusations
+        if commit is not None and (guilty or wrong):
+            accusations.append(make_charge(transcript, check.target, () if guilty else wrong, commit))
+    return tuple(m.Finding(key, findings[key]) for key in sorted(findings))[: m.MAX_MEMBERS], accusations
 
 
 def make_report(peer: Peer, own: Own, findings: tuple[m.Finding, ...]) -> Story:
@@ -490,13 +521,14 @@ def find_next_gradients(peer: Peer) -> list[ComputeGradient]:
     config, transcript, view = peer.config, peer.transcript, peer.view
     randomness, step, found = transcript.randomness, peer.view.step + 1, []
     assert randomness is not None
-    duties = foresee_duties(config, view, transcript.duties.contributors, randomness, transcript.served)
+    duties = foresee_duties(config, view, randomness, transcript.served)
     if (peer.key in duties.contributors or peer.is_on_trial_in(step)) and step < config.steps:
         found.append(ComputeGradient(step, compute_batch_seed(config, randomness, step, peer.key)))
     for check in duties.checks:
-        if check.checker == peer.key:
-            seed = compute_batch_seed(config, view.randomness, view.step, check.target)
-            found.append(ComputeGradient(view.step, seed))
+        past = next((x.view for x in peer.transcripts.values() if x.view.step == check.step), None)
+        if check.checker == peer.key and past is not None:  # all attempts at a step have one randomness
+            seed = compute_batch_seed(config, past.randomness, past.step, check.target)
+            found.append(ComputeGradient(past.step, seed))
     return found
 
 
@@ -519,21 +551,6 @@ def can_check_reports(peer: Peer) -> bool:
         return True
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
     return peer.rows is not None or all(map(peer.has_part, places))
-
-
-def be_missed(peer: Peer) -> Story:
-    """Say nothing for as long as the others need to go on without me; if they cannot, I am needed after all.
-
-    Whoever confirms an attempt answers for what others said of its part.
-    """
-    end = peer.time + (16 + 2 * (peer.view.bound + 1)) * peer.config.delta
-    join, peer.join = peer.join, None
-    try:
-        while peer.time < end:
-            yield Broadcast(peer.others, m.PullChain(peer.base.height))
-            yield from peer.listen(min(end, peer.time + peer.config.delta))
-    finally:
-        peer.join = join
 
 
 def check_reports(peer: Peer) -> list[m.Accusation]:
@@ -590,7 +607,7 @@ _ORDER = {Rule.REPORT: 0, Rule.GRADIENT: 1}
 """Of accusations, where not all fit the agenda: who does not name those who lie about its part may be taken for one."""
 
 
-def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m.Confirm:
+def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation], *, blind: bool = False) -> m.Confirm:
     view = peer.view
     digests = []
     charges = [charge for charge in (*accusations, *peer.charges) if is_kept(view, charge.step, charge.attempt)]
@@ -604,7 +621,16 @@ def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation]) -> m
     if len(joins) > m.MAX_CASES:  # everybody lists the same ones
         joins = sorted(sorted(joins, key=lambda key: compute_digest("join", view.randomness, key))[: m.MAX_CASES])
     late = tuple(sorted(key for key in peer.late if key in view.roster))
-    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving)
+    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving, blind)
+
+
+def confirm(peer: Peer, body: m.Confirm, work: float = 0.0) -> Story:
+    """CONFIRM. Whoever accuses must be able to show its evidence, also after a crash."""
+    peer.late -= {*body.late}  # who is late from now on is in my next
+    if peer.member and body.accusations:
+        cases = tuple(peer.cases[digest] for digest in body.accusations)
+        yield KeepMessages(peer.level + 1, Heard.CASES, cases)
+    return (yield from agree(peer, Phase.CONFIRM, body, work))
 
 
 def conclude(peer: Peer, state: bytes) -> Story:
@@ -613,19 +639,21 @@ def conclude(peer: Peer, state: bytes) -> Story:
     agenda = make_agenda(config, transcript)
     if agenda:
         ballots, unopened = yield from make_ballots(peer, agenda)
-        each = config.gradient_time + find_fetch_time(config)
-        work = (1 + count_gradients(peer, agenda)) * each + 2 * config.transfer_time + 12 * config.delta
-        yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=work)
+        held = tuple(peer.cases[case.digest] for case in agenda if case.digest in peer.cases)
+        if peer.member and held:  # whoever votes must be able to show on what
+            yield KeepMessages(peer.level + 1, Heard.CASES, held)
+        yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=find_vote_time(peer, agenda))
         offenders = find_offenders(config, transcript, Phase.VOTE)
         if offenders.banned:
             return (yield from abort(peer, offenders))
         for case in agenda:
-            if case.accusers and is_received(transcript, case):
+            if case.accusers and is_received(config, transcript, case):
                 yield from fetch_case(peer, case, math.inf)
     decision = decide(config, transcript, agenda, peer.cases)
     voted = {case.digest for case in agenda}
     peer.charges = [charge for charge in peer.charges if compute_case_digest(charge) not in voted]
-    peer.late.clear()
+    if not peer.member:
+        peer.late.clear()
     view = make_next(config, transcript, decision, peer.level + 1, peer.root)
     if not is_changed(peer.view, view):
         return view, True
@@ -638,6 +666,13 @@ def conclude(peer: Peer, state: bytes) -> Story:
     return view, False
 
 
+def find_vote_time(peer: Peer, agenda: tuple[Case, ...]) -> float:
+    """Seconds that the verdicts on an agenda may take."""
+    config = peer.config
+    each = config.gradient_time + find_fetch_time(config)
+    return (1 + count_gradients(peer, agenda)) * each + 2 * config.transfer_time + 12 * config.delta
+
+
 def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
     """My verdict on every case; for V3, everybody's part is opened first."""
     view, config = peer.view, peer.config
@@ -647,12 +682,25 @@ def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
         requests = {(view.roster.index(key), part) for key in peer.duties.contributors for part in distant}
         unopened = yield from open_parts(peer, peer.own.get(view.step) or Own(b""), requests)
     yield from fetch_evidence(peer, agenda)
+    peer.waits.clear()
+    peer.bearers = find_bearers(peer, agenda)
     until = peer.time
     ballots = []
     for case in agenda:
         verdict = (yield from check_case(peer, case, until)) if peer.member else Verdict.NOT_RECEIVED
         ballots.append(m.Ballot(case.digest, verdict))
+    peer.bearers = {}
     return tuple(ballots), unopened
+
+
+def find_bearers(peer: Peer, agenda: tuple[Case, ...]) -> dict[tuple[int, int, bytes], set[bytes]]:
+    """Who says that a commit is wrong, and so has its bytes, by step, attempt and sender."""
+    found: dict[tuple[int, int, bytes], set[bytes]] = {}
+    for case in agenda:
+        charge = peer.cases.get(case.digest)
+        if isinstance(charge, m.Accusation) and charge.rule is Rule.GRADIENT:
+            found.setdefault((charge.step, charge.attempt, charge.accused), set()).update(case.accusers)
+    return found
 
 
 def abort(peer: Peer, decision: Decision) -> Story:
@@ -668,7 +716,8 @@ def abort(peer: Peer, decision: Decision) -> Story:
 def seal(peer: Peer, phase: Phase, body: m.Seal | m.Abort, view: View) -> Story:
     peer.transcript.sealing = view
     letters = yield from agree(peer, phase, body)
-    peer.remember_link(view, tuple(letter.message for letter in letters.values()))
+    if set(view.roster) != set(peer.view.roster):
+        peer.remember_link(view, tuple(letter.message for letter in letters.values()))
 
 
 def announce(peer: Peer, decision: Decision) -> Story:
@@ -693,7 +742,7 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
             randomness=transcript.randomness,
         )
         agenda = make_agenda(config, closed)
-        needed = {case.digest for case in agenda if case.accusers and is_received(closed, case)}
+        needed = {case.digest for case in agenda if case.accusers and is_received(config, closed, case)}
         peer.lacking = needed - peer.cases.keys()
         if peer.lacking:
             return None
@@ -706,16 +755,25 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
 # ---- A peer's life
 
 
-def run_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None) -> Story:
-    """Take part until the run ends. ``kept`` is the last view on disk, if this peer has been here before."""
-    peer = make_peer(config, key, examiner, kept)
+def run_peer(
+    config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None, heard: Iterable[Message] = ()
+) -> Story:
+    """Take part until the run ends. ``kept`` and ``heard`` are on disk if this peer has been here before."""
+    peer = make_peer(config, key, examiner, kept, heard)
     return run_made_peer(peer, returning=kept is not None or key not in config.founders)
 
 
-def make_peer(config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None) -> Peer:
-    """A peer before its life begins: at the view kept, or with the founders."""
+def make_peer(
+    config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None, heard: Iterable[Message] = ()
+) -> Peer:
+    """A peer before its life begins: at the view kept, or with the founders; it knows the messages it ``heard``.
+
+    Set :attr:`Peer.revived` if it has signed anything before.
+    """
     view = (decode_view(kept) if kept is not None else None) or make_genesis(config)
-    return Peer(config, key, examiner, view, follow)
+    peer = Peer(config, key, examiner, view, follow)
+    peer.recall(heard)
+    return peer
 
 
 def run_made_peer(peer: Peer, returning: bool) -> Story:
@@ -724,9 +782,10 @@ def run_made_peer(peer: Peer, returning: bool) -> Story:
     yield from peer.receive(float("-inf"))  # what time is it?
     peer.enter(view)
     peer.join = join_slow_path
-    riding = False
+    riding = settled = False
     while True:
         try:
+            settled = False
             if returning:
                 returning = False
                 yield from catch_up(peer)
@@ -738,7 +797,7 @@ def run_made_peer(peer: Peer, returning: bool) -> Story:
             else:
                 return (yield from linger(peer))
         except Lost as lost:
-            view, riding = lost.view, False
+            view, riding, settled = lost.view, False, lost.is_final
             if peer.riding and view.step >= peer.view.step:
                 yield Note(StepFinished(peer.view.step - 1, view))
             if set(view.roster) != set(peer.view.roster):
@@ -748,21 +807,43 @@ def run_made_peer(peer: Peer, returning: bool) -> Story:
         peer.enter(view, riding=riding)
         if view.step <= before.step:
             yield Undo(view.step)
-        if not riding:
-            yield Keep(encode_view(view))
-            if view.step > before.step:
-                yield Note(StepFinished(view.step - 1, view))
+        if settled:
+            peer.base = view
+            yield Keep(encode_view(view), view.height)
+        if not riding and view.step > before.step:
+            yield Note(StepFinished(view.step - 1, view))
         if peer.duties.margin:
             yield Note(MarginLost(view.step, peer.duties.margin))
 
 
 def settle_view(peer: Peer) -> Story:
     """COMMIT is complete: everybody starts from this view, and what the step before led to is settled for ever."""
-    peer.base = peer.view
+    fresh, peer.base = peer.base != peer.view, peer.view
+    if fresh:
+        yield Keep(encode_view(peer.view), peer.view.height)
     if peer.riding:
         peer.riding = False
-        yield Keep(encode_view(peer.view))
         yield Note(StepFinished(peer.view.step - 1, peer.view))
+    if peer.leaving and not peer.member:
+        if is_needed(peer):  # whoever has all these goes on, and disputes nothing
+            letters = next(iter(peer.transcript.phases.values()))
+            yield Broadcast(peer.others, m.Certificate(tuple(letter.message for letter in letters.values())))
+            yield from fetch(peer, lambda: False, tuple, peer.time + find_slow_time(peer))
+        yield Note(Left(peer.view))
+
+
+def is_needed(peer: Peer) -> bool:
+    """Whether those who stay may lack a quorum without me if the seal of my leaving is disputed."""
+    epoch = peer.find_epoch(peer.view.height - 1)
+    if epoch is None or peer.key not in epoch.view.roster:
+        return False
+    staying = sum(key in peer.view.roster for key in epoch.view.roster)
+    return staying - epoch.view.bound - peer.config.outages < compute_quorum(peer.config, epoch.view)
+
+
+def find_slow_time(peer: Peer) -> float:
+    """Seconds in which whoever opens a slow path has settled it."""
+    return (8 + 2 * (peer.view.bound + 2)) * peer.config.delta
 
 
 def announce_lost(peer: Peer, lost: Lost) -> Story:
@@ -797,13 +878,13 @@ def catch_up(peer: Peer) -> Story:
 def prepare(peer: Peer) -> Story:
     """Hold the state that the view starts from; ask to join if I am not in."""
     view = peer.view
-    if not peer.member and key_may_ask(peer):
+    if not peer.member and not peer.leaving and key_may_ask(peer):
         join = yield Sign(view.height, view.step, view.attempt, Phase.COMMIT, bytes(32), m.Join(view.previous, "any"))
         yield Broadcast(peer.others, join)
     if (yield HasState(view.step, view.state)):
         return
     while True:
-        server = min(peer.others, key=lambda key: (peer.failures.get(key, 0), key))
+        server = min(peer.others, key=lambda key: (peer.failures.get(key, 0), compute_digest("server", peer.key, key)))
         peer.failures[server] = peer.failures.get(server, 0) + 1  # taken back below if it serves well
         data = yield from fetch_state(peer, server)
         if data is not None and (yield AdoptState(view.step, view.state, data)):
@@ -822,8 +903,9 @@ def key_may_ask(peer: Peer) -> bool:
 def fetch_state(peer: Peer, server: bytes) -> Story:
     """The state in chunks from one member; what it is worth shows when it is whole."""
     peer.state = state = StateFetch(peer.view.step, server)
-    until = peer.time + 4 * peer.config.delta + peer.config.transfer_time
-    while peer.time < until:
+    soon = peer.time + 4 * peer.config.delta
+    until = soon + peer.config.transfer_time
+    while peer.time < (until if state.size is not None else soon):
         got = len(state.data)
         if state.size is not None and got >= state.size:
             peer.state = None  # whoever takes the bytes holds them: nothing more may come
@@ -838,10 +920,10 @@ def fetch_state(peer: Peer, server: bytes) -> Story:
 def linger(peer: Peer) -> Story:
     """The run is over: answer those who are not as far."""
     if not peer.member and peer.base != peer.view:  # what is only sealed may be replaced: those who voted would know
-        end = peer.time + (8 + 2 * (peer.view.bound + 2)) * peer.config.delta
-        while peer.time < end:
-            yield Broadcast(peer.choose_some(), m.PullChain(peer.base.height))
-            yield from peer.listen(min(end, peer.time + peer.config.delta))
+        end = peer.time + find_slow_time(peer)
+        yield from fetch(
+            peer, lambda: False, lambda: (Broadcast(peer.choose_some(), m.PullChain(peer.base.height)),), end
+        )
     yield Note(RunFinished(peer.view))
     end = peer.time + 60 * peer.config.delta
     while peer.time < end:

@@ -28,11 +28,16 @@ class Page:
     seconds: Values = field(default_factory=dict)
     roots: set[bytes] = field(default_factory=set)
     """What the first letters name as the root before them."""
+    settled: dict[bytes, bytes] = field(default_factory=dict)
+    """Which letters a slow path has settled on: of a sender with more than two they may be neither of those held."""
 
     def add(self, letter: Letter) -> bool:
         """Take a letter; whether it is news."""
         sender = letter.message.sender
         first = self.letters.get(sender)
+        if self.settled and self.settled.get(sender) == letter.digest and first is not None:
+            self._replace(first, letter)
+            return first.digest != letter.digest
         if first is None:
             self.letters[sender] = letter
             self.roots.add(letter.message.previous)
@@ -49,8 +54,14 @@ class Page:
         """Make the letter with this digest the sender's; whether it is here."""
         found = next((letter for letter in self.get_all(sender) if letter.digest == digest), None)
         if found is not None:
-            self.letters[sender] = found
+            self._replace(self.letters[sender], found)
         return found is not None
+
+    def _replace(self, first: Letter, letter: Letter) -> None:
+        if first.digest != letter.digest:
+            sender = letter.message.sender
+            self.letters[sender], self.seconds[sender] = letter, first
+            self.roots = {x.message.previous for x in self.letters.values()}
 
 
 @dataclass(slots=True)

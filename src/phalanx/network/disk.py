@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from phalanx.core.crypto import Domain, Signer
-from phalanx.core.effects import Sign
+from phalanx.core.effects import Heard, KeepMessages, Sign
 from phalanx.core.envelope import seal
 from phalanx.core.errors import LocalError
-from phalanx.core.messages import DOMAIN_OF_BODY, Outcome, Signed
+from phalanx.core.messages import DOMAIN_OF_BODY, Message, Outcome, Signed
 from phalanx.core.randomness import derive_seed
 from phalanx.network.machine import Machine
 
@@ -35,8 +35,24 @@ class Disk:
     votes_cut: _Ballot = (-1, 0, False)
     """The latest ballot whose vote has been cut: up to it no vote is cast any more."""
     view: bytes | None = None
+    heard: dict[tuple[int, Heard], tuple[Message, ...]] = field(default_factory=dict)
+    """What others said since that view, by height and kind."""
 
-    def sign(self, signer: Signer, run: bytes, effect: Sign) -> Signed:
+    def keep(self, view: bytes, height: int) -> None:
+        """Carry out :class:`Keep`."""
+        self.view = view
+        self.heard = {place: messages for place, messages in self.heard.items() if place[0] >= height}
+
+    def keep_messages(self, effect: KeepMessages) -> None:
+        """Carry out :class:`KeepMessages`."""
+        self.heard[effect.height, effect.kind] = effect.messages
+
+    @property
+    def messages(self) -> list[Message]:
+        """All that was heard."""
+        return [message for messages in self.heard.values() for message in messages]
+
+    def sign(self, signer: Signer, run: bytes, effect: Sign) -> Signed | None:
         """Carry out :class:`Sign`: never two agreed messages at one height, nor two votes in one ballot."""
         if type(effect.body) is Outcome:
             return self._vote(signer, run, effect, (effect.height, effect.body.round, effect.body.final))
@@ -44,7 +60,9 @@ class Disk:
         if DOMAIN_OF_BODY.get(type(effect.body)) is not Domain.AGREED:
             return _seal(signer, run, effect)
         if height in journal:
-            return journal[height]
+            said = journal[height]
+            same = (said.step, said.attempt, said.phase) == (effect.step, effect.attempt, effect.phase)
+            return said if same else None
         if height < self.floor:
             raise LocalError(f"height {height} is no longer in the journal: it may have been signed before")
         journal[height] = message = _seal(signer, run, effect)

@@ -62,12 +62,22 @@ class _IdealSigner:
 
 def make_signers(count: int, seed: int, ideal: bool) -> tuple[list[Signer], Verify]:
     """``count`` signers that the seed determines, and the function that checks what they sign."""
-    secret = compute_digest("signers of a simulation", str(seed).encode())
-    names = [number.to_bytes(8, "little") for number in range(count)]
-    if ideal:
-        scheme = IdealScheme(secret)
-        return [scheme.signer(name) for name in names], scheme.verify
-    return [Identity(derive_seed(secret, "identity", name)) for name in names], verify_signature
+    signers = [_make_signer(number.to_bytes(8, "little"), seed, ideal) for number in range(count)]
+    return signers, IdealScheme(_make_secret(seed)).verify if ideal else verify_signature
+
+
+def make_stranger(number: int, seed: int, ideal: bool) -> Signer:
+    """A signer beside those of :func:`make_signers`: anybody can make as many keys as he likes."""
+    return _make_signer(b"stranger" + number.to_bytes(8, "little"), seed, ideal)
+
+
+def _make_signer(name: bytes, seed: int, ideal: bool) -> Signer:
+    secret = _make_secret(seed)
+    return IdealScheme(secret).signer(name) if ideal else Identity(derive_seed(secret, "identity", name))
+
+
+def _make_secret(seed: int) -> bytes:
+    return compute_digest("signers of a simulation", str(seed).encode())
 
 
 class IdentityExaminer(Examiner):

@@ -1,4 +1,4 @@
-"""What a peer must never forget, in one file: what it signed, its secret, and the last view it kept.
+"""What a peer must never forget, in one file: what it signed, what that rests on, its secret, the last view it kept.
 
 A record is on the disk before what it says is sent. So a peer that was killed at any moment, and started again, signs
 at every height what it signed there before, or nothing. Whoever loses this file must not go on with its key: it could
@@ -24,10 +24,11 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
+from phalanx.core.codec import decode_message, encode
 from phalanx.core.crypto import Signer, compute_digest
-from phalanx.core.effects import Sign
+from phalanx.core.effects import Heard, KeepMessages, Sign
 from phalanx.core.errors import LocalError, WriteFailed
-from phalanx.core.messages import Outcome, Signed
+from phalanx.core.messages import Message, Outcome, Signed
 from phalanx.network.disk import JOURNAL_HEIGHTS, JOURNAL_VOTES, Disk
 
 _LENGTH = 4
@@ -61,9 +62,18 @@ class _Cut(Struct, frozen=True, array_like=True, tag="cut"):
 
 class _Kept(Struct, frozen=True, array_like=True, tag="kept"):
     view: bytes
+    height: int
 
 
-_Record: TypeAlias = _Opened | _Said | _Cut | _Kept
+class _Heard(Struct, frozen=True, array_like=True, tag="heard"):
+    """What others said, as it travels."""
+
+    height: int
+    kind: Heard
+    messages: tuple[bytes, ...]
+
+
+_Record: TypeAlias = _Opened | _Said | _Cut | _Kept | _Heard
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Record)
 
@@ -80,6 +90,8 @@ class Journal:
         """Whether the disk is known to hold all that memory holds."""
         self._tidied = 0
         """How long the file was when it was last written anew."""
+        self._waiting = b""
+        """Records that need not be on the disk before the next one that must be."""
         try:
             self._file = _open(path) if path.exists() else _write_anew(path, [_Opened(run, os.urandom(32))], False)
             try:
@@ -96,12 +108,17 @@ class Journal:
         return self._disk.view
 
     @property
+    def messages(self) -> list[Message]:
+        """What others said since."""
+        return self._disk.messages
+
+    @property
     def is_new(self) -> bool:
         """Whether this peer has never signed anything in this run."""
         disk = self._disk
         return not disk.journal and not disk.votes and disk.view is None
 
-    def sign(self, signer: Signer, run: bytes, effect: Sign) -> Signed:
+    def sign(self, signer: Signer, run: bytes, effect: Sign) -> Signed | None:
         """Carry out :class:`Sign`; what is new is on the disk when this returns."""
         assert run == self._run, "a journal is one run's"
         self._require_whole()
@@ -112,16 +129,24 @@ class Journal:
         before = disk.votes.get((effect.height, *ballot)) if ballot is not None else disk.journal.get(effect.height)
         message = disk.sign(signer, run, effect)
         table = disk.votes.values() if ballot is not None else disk.journal.values()
-        if message is not before and message is next(reversed(table), None):  # what is not agreed is kept nowhere
+        if (
+            message is not None and message is not before and message is next(reversed(table), None)
+        ):  # what is not agreed is kept nowhere
             self._append(_Said(message, ballot))
         return message
 
     def draw_secret(self, height: int) -> tuple[bytes, bytes]:
         return self._disk.draw_secret(height)
 
-    def keep(self, view: bytes) -> None:
-        self._disk.view = view
-        self._append(_Kept(view))
+    def keep(self, view: bytes, height: int) -> None:
+        self._disk.keep(view, height)
+        self._append(_Kept(view, height))
+
+    def keep_messages(self, effect: KeepMessages) -> None:
+        """Nothing rests on these before the next message is signed, so they reach the disk together with it."""
+        self._disk.keep_messages(effect)
+        heard = _make_heard(effect.height, effect.kind, effect.messages)
+        self._waiting += _frame(heard, self._size + len(self._waiting))
 
     def close(self) -> None:
         self._file.close()
@@ -153,8 +178,10 @@ class Journal:
                     self._key = message.sender
                 case _Cut(floor, votes):
                     disk.floor, disk.votes_cut = floor, votes
-                case _Kept(view):
-                    disk.view = view
+                case _Kept(view, height):
+                    disk.keep(view, height)
+                case _Heard(height, kind, messages):
+                    disk.keep_messages(KeepMessages(height, kind, tuple(map(decode_message, messages))))
         for height in list(disk.journal)[:-JOURNAL_HEIGHTS]:  # the file holds more than the disk's rules keep
             del disk.journal[height]
             disk.floor = max(disk.floor, height + 1)
@@ -170,7 +197,8 @@ class Journal:
     def _append(self, record: _Record) -> None:
         self._require_whole()
         self._whole = False
-        frame = _frame(record, self._size)
+        frame = self._waiting + _frame(record, self._size + len(self._waiting))
+        self._waiting = b""
         try:
             _write(self._file, frame)
             os.fdatasync(self._file.fileno())
@@ -190,11 +218,16 @@ class Journal:
         records: list[_Record] = [_Opened(self._run, disk.secret), _Cut(disk.floor, disk.votes_cut)]
         records += [_Said(message, None) for message in disk.journal.values()]
         records += [_Said(message, ballot[1:]) for ballot, message in disk.votes.items()]
-        records += [_Kept(disk.view)] if disk.view is not None else []
+        records += [_Kept(disk.view, 0)] if disk.view is not None else []
+        records += [_make_heard(*place, messages) for place, messages in disk.heard.items()]
         fresh = _write_anew(self._path, records, True)
         self._file.close()
         self._file = fresh
         self._size = self._tidied = os.fstat(fresh.fileno()).st_size
+
+
+def _make_heard(height: int, kind: Heard, messages: Iterable[Message]) -> _Heard:
+    return _Heard(height, kind, tuple(map(encode, messages)))
 
 
 def _write_anew(path: Path, records: Iterable[_Record], replaces: bool) -> FileIO:

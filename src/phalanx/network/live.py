@@ -29,6 +29,7 @@ from phalanx.core.effects import (
     Finished,
     Foresee,
     Keep,
+    KeepMessages,
     Leave,
     Note,
     Receive,
@@ -144,7 +145,8 @@ class Driver:
             DrawSecret: lambda effect: journal.draw_secret(effect.height),
             Begin: self._begin,
             Foresee: self._foresee,
-            Keep: lambda effect: journal.keep(effect.view),
+            Keep: lambda effect: journal.keep(effect.view, effect.height),
+            KeepMessages: journal.keep_messages,
             Note: lambda effect: on_note(effect.event),
         }
         self._performers |= {kind: partial(self._compute, compute) for kind, compute in COMPUTATIONS.items()}

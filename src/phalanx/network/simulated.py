@@ -35,6 +35,7 @@ from phalanx.core.effects import (
     Finished,
     Foresee,
     Keep,
+    KeepMessages,
     Leave,
     Note,
     Receive,
@@ -262,6 +263,7 @@ class World:
             Sign: lambda peer, effect: peer.disk.sign(peer.signer, run, effect),
             DrawSecret: lambda peer, effect: peer.disk.draw_secret(effect.height),
             Keep: self._perform_keep,
+            KeepMessages: self._perform_keep_messages,
             Foresee: self._perform_foresee,
         }
 
@@ -704,7 +706,10 @@ class World:
     # -- notes and disks
 
     def _perform_keep(self, peer: _Peer, effect: Keep) -> None:
-        peer.disk.view = effect.view
+        peer.disk.keep(effect.view, effect.height)
+
+    def _perform_keep_messages(self, peer: _Peer, effect: KeepMessages) -> None:
+        peer.disk.keep_messages(effect)
 
     def _note(self, key: bytes, event: Any) -> None:
         if self._trace:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, Protocol, TextIO, TypeAlias
 
@@ -15,11 +16,11 @@ from phalanx.attacks import Attack, Insider, Plot
 from phalanx.core.config import Config
 from phalanx.core.crypto import Domain, Signer, compute_digest
 from phalanx.core.effects import Story
-from phalanx.core.events import AttemptStarted, RunFinished
+from phalanx.core.events import Left, RunFinished
 from phalanx.core.peer import Peer
 from phalanx.core.step import make_peer, run_made_peer
 from phalanx.network.disk import Disk
-from phalanx.network.ideal import IdentityExaminer, make_signers
+from phalanx.network.ideal import IdentityExaminer, make_signers, make_stranger
 from phalanx.network.simulated import Links, Skew, StoryFailed, World
 from phalanx.simulation.machine import Bowl, compute_state_digest, make_start
 
@@ -83,7 +84,7 @@ class Swarm:
         self.config = make_config(setup, self.keys[: setup.founders], seed)
         self.examiner = IdentityExaminer(verify)
         self.byzantine = frozenset(self.keys[index] for index in setup.attackers)
-        self.plot = Plot(random=Random(seed))
+        self.plot = Plot(random=Random(seed), make_stranger=partial(make_stranger, seed=seed, ideal=setup.ideal))
         self.insiders: dict[bytes, Insider] = {}
         self.observers: list[Observer] = []
         self.events: dict[bytes, list[tuple[float, Any]]] = {key: [] for key in self.keys}
@@ -127,7 +128,8 @@ class Swarm:
         machine = Bowl(self.config.size, setup.compute_time, setup.rounding, key)
 
         def begin(disk: Disk) -> Story:
-            peer = make_peer(self.config, key, self.examiner, disk.view)
+            peer = make_peer(self.config, key, self.examiner, disk.view, disk.messages)
+            peer.revived = bool(disk.journal)
             story = run_made_peer(peer, returning=disk.view is not None or key not in self.config.founders)
             self._stories[key], self._peers[key] = story, peer
             return story if attack is None else attack.wrap(story, self.insiders[key])
@@ -208,7 +210,7 @@ class Swarm:
             self.events[key].append((now, event))
         if isinstance(event, RunFinished):
             self.finished.add(key)
-        elif key in self.leaving and isinstance(event, AttemptStarted) and key not in event.view.roster:
+        elif isinstance(event, Left):
             self.world.at(now, lambda: self.world.stop(key))
         for observer in self.observers:
             observer.on_note(now, key, event)

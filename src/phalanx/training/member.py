@@ -31,6 +31,7 @@ from phalanx.core.peer import Peer
 from phalanx.core.step import make_peer, run_made_peer
 from phalanx.core.wire import WIRE_TYPES
 from phalanx.events import Event
+from phalanx.network.disk import JOURNAL_HEIGHTS
 from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox
 from phalanx.network.transport import Limits, Transport
@@ -48,6 +49,7 @@ _INBOX = 1 << 27
 _GRADIENTS_QUEUED, _LEAST_QUEUE = 3, 1 << 24
 _KNOCK = 0.25  # seconds between two looks at who is there
 _LINGER = 10.0  # times delta, for those who are not as far when the run ends
+_MOST_STEPS_BETWEEN = JOURNAL_HEIGHTS // 16  # two checkpoints: if all stop, each must know what it said since
 _GOODBYE = 12.0  # times delta: longer than that nobody waits to be let go
 
 
@@ -145,6 +147,7 @@ class Member:
         for what, answerer in settings.answers.items():
             self._transport.answer(what, answerer)
         self._peer = self._make_peer()
+        self._peer.revived = not self._journal.is_new
         self._shelf: Shelf | None = None
         if settings.shelf if settings.shelf is not None else 4 * config.size >= SHELVED_FROM:
             self._use_shelf()
@@ -189,7 +192,8 @@ class Member:
             return "stopping"
         self._leaving = True
         self._inbox.put(None, Leave())
-        deadline = time.monotonic() + _GOODBYE * self._config.delta + self._config.gradient_time
+        patience = _GOODBYE + 8 + 2 * (self._config.byzantine + 2)
+        deadline = time.monotonic() + patience * self._config.delta + 2 * self._config.gradient_time
         self._inbox.call(lambda: self._give_up_at(deadline))
         return "leaving at the end of this step, with a checkpoint; once more stops at once"
 
@@ -216,7 +220,7 @@ class Member:
             evaluator,
             steps=steps,
             evaluate_every=evaluate_every if evaluate_every is not None else max(1, steps // 40),
-            checkpoint_every=checkpoint_every if checkpoint_every is not None else max(1, steps // 20),
+            checkpoint_every=min(checkpoint_every or max(1, steps // 20), _MOST_STEPS_BETWEEN),
             out=settings.out,
             resume=resumes,
             on_event=settings.on_event,
@@ -269,10 +273,10 @@ class Member:
         latest = find_latest(self._settings.out)
         checkpoint = read_checkpoint(latest) if latest is not None else None
         if checkpoint is None or checkpoint.memory is None:
-            return make_peer(self._config, self._key, Examiner())
+            return make_peer(self._config, self._key, Examiner(), None, self._journal.messages)
         if checkpoint.run != self._config.run:
             raise LocalError(f"{latest}: a checkpoint of another run; choose another folder for this one")
-        peer = make_peer(self._config, self._key, Examiner(), checkpoint.memory.view)
+        peer = make_peer(self._config, self._key, Examiner(), checkpoint.memory.view, self._journal.messages)
         recall(peer, checkpoint.memory, checkpoint.notes.get(self._key))
         state = checkpoint.states[checkpoint.step]
         self._solo.return_to(checkpoint.step, state, peer.view.state)
@@ -331,6 +335,8 @@ class Member:
                 self._tell_halted(event)
             case notes.MarginLost() if self._is_news("margin", event.missing):
                 self._recorder.add(events.MarginLost(event.step, event.missing))
+            case notes.Left():
+                self._driver.stop()
             case notes.RunFinished():
                 self._finish_run(event.view)
 
@@ -387,7 +393,7 @@ class Member:
         self._recorder.add(
             events.StepFinished(
                 step=event.step,
-                attempt=last.attempt if last is not None else view.attempt,
+                attempt=last.failed if last is not None else view.failed,
                 members=len(last.roster) if last is not None else len(view.roster),
                 loss=self._find_loss(last) if last is not None else None,
                 tau=view.tau,
@@ -399,7 +405,6 @@ class Member:
         self._sent, self._began = sent, now
         if self._leaving and last is not None and set(last.roster) <= find_leaving(epochs[-1]):
             self._left = True  # all go at once: nobody is let go, and all can come back
-        if self._left:
             self._driver.stop()
         if not self._solo.has_state(view.step, view.state):  # it has to be fetched first
             return

@@ -173,7 +173,7 @@ class SwarmRun:
         self._recorder.add(
             events.StepFinished(
                 step=event.step,
-                attempt=last.view.attempt if last is not None else view.attempt,
+                attempt=last.view.failed if last is not None else view.failed,
                 members=len(last.view.roster) if last is not None else len(view.roster),
                 loss=self._find_loss(last.view, last.duties.contributors) if last is not None else None,
                 tau=view.tau,

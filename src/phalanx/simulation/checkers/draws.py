@@ -34,9 +34,11 @@ class Draws(Checker):
             return
         for (at, _), transcript in peer.transcripts.items():
             if at == before.step and transcript.randomness is not None and Phase.REPORT in transcript.phases:
-                contributors = compute_duties(self.config, transcript.view).contributors
-                count = self.config.validators
-                self.drawn.setdefault(at, set()).update(draw_targets(transcript.randomness, contributors, count))
+                past = [x for (step, _), x in sorted(peer.transcripts.items()) if step == at - 1]
+                if past:
+                    contributors = compute_duties(self.config, past[-1].view).contributors
+                    drawn = draw_targets(transcript.randomness, contributors, self.config.validators)
+                    self.drawn.setdefault(at, set()).update(drawn)
         if view.step == before.step + 1:
             lost = self.drawn.get(before.step, set()) - set(view.targets)
             if lost and view.attempts:
