@@ -363,7 +363,7 @@ def test_probation_terms_grow_with_absences() -> None:
             assert key not in view.roster
             view = go(config, view, served={key})
         assert key in view.roster
-    assert terms == [5, 10, 15, 20, 25]
+    assert terms == [5, 10, 20, 40, 80]
 
 
 @pytest.mark.parametrize(("members", "byzantine", "validators"), [(4, 1, 1), (7, 2, 1), (16, 7, 1), (16, 3, 4)])

@@ -45,6 +45,7 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
             yield Broadcast(peer.audience, message)
     # What stands before the first COMMIT of a sealed view is certified: a wrong root there is the sender's own affair.
     checked = height > view.height or peer.riding
+    page.root = peer.root if checked else None
     complaint: Signed | None = None
     again = enough = -math.inf
     asked: set[bytes] = set()
@@ -149,7 +150,11 @@ def join_slow_path(peer: Peer) -> Story:
         epoch = peer.find_epoch(height)
         if epoch is None or peer.key not in epoch.view.roster or height not in epoch.heights:
             continue
-        alarm = peer.alarms.get(height) or _gather_timeouts(peer, epoch, height)
+        alarm = peer.alarms.get(height)
+        if alarm is not None and not is_valid_alarm(peer.run, peer.examiner, epoch, alarm):
+            del peer.alarms[height]  # I know better now what this height is
+            alarm = None
+        alarm = alarm or _gather_timeouts(peer, epoch, height)
         if alarm is not None and height not in epoch.settled:
             start, peer.join = peer.now, None
             try:
@@ -217,9 +222,19 @@ class _Exchange:
         if name in self.shown:
             return False
         self.shown.add(name)
-        if self.prepared is None or _get_rank(letters[0]) > _get_rank(self.prepared[0]):
+        if self.prepared is None or self._get_rank(letters[0]) > self._get_rank(self.prepared[0]):
             self.prepared = list(letters)
         return True
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether this height may be settled already: what others show of the next one comes too late then."""
+        return self.prepared is not None and self.prepared[0].message.height == self.height
+
+    def _get_rank(self, vote: Letter) -> tuple[bool, int]:
+        """Votes of this height come after those of the next: nobody goes up again before this one is settled."""
+        assert isinstance(vote.body, m.Outcome)
+        return vote.message.height == self.height, vote.body.round
 
     def note_gossip(self, member: bytes, gossip: m.Gossip) -> None:
         """What a member put in, in one message or several: what it passes on bears an endorsement, this does not."""
@@ -302,7 +317,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                 if prepared is not None:
                     exchange.note_prepared(prepared)
                 yield from _exchange_items(exchange, others)
-                if exchange.certificate is not None:
+                if exchange.certificate is not None and not exchange.is_bound:
                     # An equivocator may have given me another letter before: those who went on stand on these.
                     peer.page(height + 1).settled |= {x.message.sender: x.digest for x in exchange.certificate}
                     for letter in exchange.certificate:
@@ -388,7 +403,8 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
                     if letters and exchange.offer(letters):
                         passed = yield from _endorse(exchange, letters, relay.endorsements)
                         yield Broadcast(others, m.Gossip(height, round_, (passed,)))
-        if exchange.certificate is not None or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
+        outrun = exchange.certificate is not None and not exchange.is_bound
+        if outrun or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
             return
         if _find_departure(peer, exchange.epoch, height + 1) is not None:
             return
@@ -509,11 +525,6 @@ def _name_outcome(vote: Letter) -> bytes:
     return compute_digest("outcome", _core(vote))
 
 
-def _get_rank(vote: Letter) -> tuple[int, int]:
-    assert isinstance(vote.body, m.Outcome)
-    return vote.message.height, vote.body.round
-
-
 def _core(letter: Letter) -> bytes:
     """What a vote is for, whatever its round and stage."""
     assert isinstance(letter.body, m.Outcome)
@@ -556,9 +567,8 @@ def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outco
 
 def _recall_prepared(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | None:
     """The latest quorum of first votes that I hold. I may have cast a final vote for it, and crashed."""
-    for place, round_, final in sorted(peer.votes, reverse=True):
-        if place not in (height, height + 1) or final:
-            continue
+    places = [ballot for ballot in peer.votes if ballot[0] in (height, height + 1) and not ballot[2]]
+    for place, round_, final in sorted(places, key=lambda ballot: (ballot[0] == height, ballot[1]), reverse=True):
         view = _get_electorate(peer, epoch, place)
         quorum = compute_quorum(peer.config, view)
         groups: dict[bytes, list[Letter]] = {}

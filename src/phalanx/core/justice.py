@@ -75,8 +75,8 @@ class Decision:
     corrections: dict[tuple[bytes, int], tuple[float, ...]] = field(default_factory=dict)
     undecided: set[bytes] = field(default_factory=set)
     """Accusers whose accusation found no majority either way."""
-    accomplices: dict[bytes, Offence] = field(default_factory=dict)
-    """Aggregators who let a wrong report pass."""
+    accomplices: dict[tuple[int, int], list[tuple[bytes, bytes, Offence]]] = field(default_factory=dict)
+    """By step and attempt: aggregators who let a wrong report pass, and whose."""
     excused: set[bytes] = field(default_factory=set)
     """Members who may know of lies that nobody was convicted of: no vote came of what they said."""
     cut: set[bytes] = field(default_factory=set)
@@ -479,11 +479,11 @@ def _decide_votes(
     decision.wrong |= bool(unheard)  # whether their aggregates are right nobody can say
     decision.cut = _find_cut(transcript, heard)
     decision.excused = {*view.roster} - confirmed | unheard | decision.cut
-    liars = {get_accused(offence.case) for offence in decision.accomplices.values() if offence.case is not None}
-    if len((decision.accomplices.keys() | liars) - {*view.banned}) <= view.bound:  # else it was not they
-        for key, offence in decision.accomplices.items():
-            if key not in view.banned:
-                decision.ban(key, offence)
+    for found in decision.accomplices.values():
+        if len({key for pair in found for key in pair[:2]} - {*view.banned}) <= view.bound:  # else it was not they
+            for key, _, offence in found:
+                if key not in view.banned:
+                    decision.ban(key, offence)
 
 
 def _get_vote_evidence(transcript: Transcript) -> tuple[Signed, ...]:
@@ -528,7 +528,8 @@ def _convict(
             aggregator = record.roster[part] if part < len(record.roster) else accused
             if aggregator not in (accused, *record.excused) and Caught(accused, part) not in record.caught:
                 reason = "let a wrong report on its aggregate pass"
-                decision.accomplices[aggregator] = Offence(Rule.REPORT, step, reason, votes, charge)
+                offence = Offence(Rule.REPORT, step, reason, votes, charge)
+                decision.accomplices.setdefault((step, attempt), []).append((aggregator, accused, offence))
 
 
 def _decide_norms(transcript: Transcript, agenda: tuple[Case, ...], decision: Decision) -> None:

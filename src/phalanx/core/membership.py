@@ -22,6 +22,7 @@ from phalanx.core.messages import MAX_MEMBERS
 from phalanx.core.randomness import Stream, derive_seed
 
 _MOST_MISSED = 12  # commits of a probationer; who is late once misses two
+_MOST_DOUBLINGS = 20  # of a former member's probation
 _MOST_ABSENCES = 2  # of a former member that comes before strangers
 _MOST_BANNED = 1024  # beyond, only members are put on record
 _MOST_SUSPECTS = 256  # of a run's last steps; beyond, those of the last two, for which nobody has been drawn
@@ -79,6 +80,7 @@ class Committed(_Record, frozen=True):
     excused: tuple[bytes, ...] = ()
     """Members that could not have all they held against others decided."""
     caught: tuple[Caught, ...] = ()
+    bound: int = 0
 
 
 class Suspect(_Record, frozen=True):
@@ -157,10 +159,15 @@ def compute_roster_digest(roster: Sequence[bytes]) -> bytes:
     return compute_digest("roster", *roster)
 
 
-def compute_quorum(config: Config, view: View) -> int:
+def compute_quorum(config: Config, view: View | Committed) -> int:
     """How many members' signatures settle a slow path."""
     n = len(view.roster)
     return (n + view.bound) // 2 + 1 if config.partition_safe else n // 2 + 1
+
+
+def is_another_electorate(before: View, after: View) -> bool:
+    """Whether others sign for the next view, or another number of them settle it: whoever walks the chain must know."""
+    return set(before.roster) != set(after.roster) or before.bound != after.bound
 
 
 # ---- Duties
@@ -324,7 +331,7 @@ def retry_step(
 
 def note_commits(view: View, contributors: tuple[bytes, ...], trials: tuple[bytes, ...]) -> View:
     """The view with this attempt's COMMIT on record: from now on whoever leaves has it checked."""
-    record = Committed(view.step, view.attempt, view.roster, contributors, trials)
+    record = Committed(view.step, view.attempt, view.roster, contributors, trials, bound=view.bound)
     return msgspec.structs.replace(view, attempts=(*view.attempts, record))
 
 
@@ -470,7 +477,9 @@ def _advance_candidates(
     # Former members first, a key that computed is worth more; but not those who keep going, or do not show up.
     drawn.sort(key=lambda key: absences.get(key, _MOST_ABSENCES + 1) > _MOST_ABSENCES)
     for key in drawn[: max(0, config.admissions - len(staying))]:
-        term = config.probation * absences[key] if key in absences else config.newcomer_term
+        # Twice as long each time: who is removed rather than banned for what it did can do it a few times, not often.
+        former = config.probation << min(absences.get(key, 1) - 1, _MOST_DOUBLINGS)
+        term = former if key in absences else config.newcomer_term
         staying.append(Candidate(key, step, term, 0))
     counts = tuple(Count(key, count) for key, count in sorted(absences.items()))
     return msgspec.structs.replace(view, candidates=tuple(sorted(staying)), absences=counts), graduates

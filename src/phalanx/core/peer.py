@@ -6,6 +6,7 @@ Nothing here decides anything. Messages are checked, kept within limits, and giv
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -26,6 +27,7 @@ from phalanx.core.membership import (
     compute_roster_digest,
     decode_view,
     encode_view,
+    is_another_electorate,
 )
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
@@ -72,7 +74,7 @@ class Lost(Exception):  # noqa: N818
     @property
     def is_final(self) -> bool:
         """Whether the view can no longer be replaced: one that is only sealed may be, by a slow path."""
-        return self.messages[0].domain is Domain.OUTCOME or self.messages[0].phase is Phase.COMMIT
+        return self.messages[0].domain is Domain.OUTCOME or find_phase(self.messages) is Phase.COMMIT
 
 
 @dataclass(slots=True)
@@ -424,10 +426,12 @@ class Peer:
             return
         self.arrivals += 1
         place = (chunk.step, chunk.attempt, chunk.owner, chunk.part)
-        if sender != chunk.owner and ("part", *place, sender) not in self.asked:
-            return
-        if (chunk.step, chunk.attempt) == (self.view.step, self.view.attempt):  # parts are sent once COMMIT is complete
+        here = sender == chunk.owner and (chunk.step, chunk.attempt) == (self.view.step, self.view.attempt)
+        if here:  # parts are sent once COMMIT is complete
             self._place(sender, self.view.height)
+        due = here and chunk.part == self.index and sender in self.duties.contributors
+        if not due and ("part", *place, sender) not in self.asked:
+            return
         data = self._assemble("part", sender, chunk)
         if data is None:
             return
@@ -590,9 +594,9 @@ def find_certificate(
     votes bear their roster, COMMIT comes from the view's own, and who sealed an attempt is on record in the view.
     """
     rosters = {compute_roster_digest(before.roster): (before.roster, compute_quorum(config, before))}
-    sealed = before.attempts[-1].roster if before.attempts else ()
-    safe = (len(sealed) + config.byzantine) // 2 if config.partition_safe else len(sealed) // 2
-    rosters.setdefault(compute_roster_digest(sealed), (sealed, safe + 1))
+    for record in before.attempts[-1:]:
+        sealed = (record.roster, compute_quorum(config, record))
+        rosters.setdefault(compute_roster_digest(record.roster), sealed)
     whole: dict[int, dict[bytes, tuple[Signed, bool]]] = {}
     votes: dict[tuple[int, int, bytes], dict[bytes, Signed]] = {}
     for message in messages:
@@ -619,6 +623,11 @@ def find_certificate(
         if len(said) == len(before.roster) and naming >= max(len(before.roster) - before.bound, quorum):
             return tuple(message for message, _ in said.values())
     return None
+
+
+def find_phase(messages: Iterable[Signed]) -> Phase:
+    """The phase of most of these: of one height, and so of all honest members."""
+    return Counter(message.phase for message in messages).most_common(1)[0][0]
 
 
 def _find_roster(view: View, message: Signed) -> tuple[bytes, ...] | None:
@@ -807,14 +816,14 @@ def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
             break
         if view is not peer.base and not peer.member:  # whoever goes on from a view has settled it
             peer.base = view
-        if later.roster != view.roster:
+        if is_another_electorate(view, later):
             peer.remember_link(later, certificate)
         for signed in certificate:  # whoever has to show later what it goes by must hold it
             yield from peer.take(signed)
         epoch = peer.transcripts.get((view.step, view.attempt))
         view, adopted = later, Lost(later, certificate)
         if epoch is not None and not adopted.is_final:  # as if I had sealed it myself: it may still be disputed
-            epoch.heights[certificate[0].height] = certificate[0].phase
+            epoch.heights[certificate[0].height] = find_phase(certificate)
             epoch.sealing = later
         if adopted.is_final and not peer.member:
             peer.base = later

@@ -35,9 +35,11 @@ def is_valid_alarm(run: bytes, examiner: Examiner, epoch: Transcript, alarm: Ala
     if any(sum(misses(x, key) for x in late.values()) > view.bound for key in view.roster):
         return True
     here = {x.message.sender: x for x in letters if x is not None and is_agreed(x, height)}
-    if any(key not in here for key in view.roster) or len({x.message.previous for x in here.values()}) != 1:
+    if any(key not in here for key in view.roster):
         return False
-    if any(x.message.phase in SEALING for x in here.values()):
+    if height > view.height and len({x.message.previous for x in here.values()}) != 1:
+        return False  # in the first COMMIT of an attempt others may name what they like, and it is complete
+    if epoch.heights.get(height) in SEALING:
         return False  # who denies in its COMMIT what was sealed takes part in it all the same, and goes later
     root = compute_values_root(view.roster, here)
     return any(x is not None and is_agreed(x, height + 1) and x.message.previous != root for x in letters)

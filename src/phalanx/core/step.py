@@ -97,6 +97,7 @@ from phalanx.core.membership import (
     encode_view,
     find_last,
     foresee_duties,
+    is_another_electorate,
     make_genesis,
 )
 from phalanx.core.merkle import compute_paths, hash_part
@@ -310,6 +311,10 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         peer.aggregates[place] = peer.put_away(peer.wire.encode_parts([result])[0])
         forget_rows(peer)
     data = peer.aggregates[place]
+    said = peer.transcript.phases.get(Phase.AGGREGATE, {}).get(peer.key)
+    if said is not None and isinstance(said.body, m.Aggregate) and said.body.result not in (None, hash_part(data)):
+        first = min(view.roster.index(key) for key in peer.duties.contributors)
+        return m.Aggregate(None, (first,), (), trials)  # I was started again, and what I said before I cannot show
     yield from send_aggregate(peer.audience, *place, data)
     return m.Aggregate(hash_part(data), (), (), trials)
 
@@ -716,7 +721,7 @@ def abort(peer: Peer, decision: Decision) -> Story:
 def seal(peer: Peer, phase: Phase, body: m.Seal | m.Abort, view: View) -> Story:
     peer.transcript.sealing = view
     letters = yield from agree(peer, phase, body)
-    if set(view.roster) != set(peer.view.roster):
+    if is_another_electorate(peer.view, view):
         peer.remember_link(view, tuple(letter.message for letter in letters.values()))
 
 
@@ -800,7 +805,7 @@ def run_made_peer(peer: Peer, returning: bool) -> Story:
             view, riding, settled = lost.view, False, lost.is_final
             if peer.riding and view.step >= peer.view.step:
                 yield Note(StepFinished(peer.view.step - 1, view))
-            if set(view.roster) != set(peer.view.roster):
+            if is_another_electorate(peer.view, view):
                 peer.remember_link(view, lost.messages)
             yield from announce_lost(peer, lost)
         before = peer.view

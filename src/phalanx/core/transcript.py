@@ -28,6 +28,8 @@ class Page:
     seconds: Values = field(default_factory=dict)
     roots: set[bytes] = field(default_factory=set)
     """What the first letters name as the root before them."""
+    root: bytes | None = None
+    """The root that these should name, where I know it: of a sender's letters the one that does is taken."""
     settled: dict[bytes, bytes] = field(default_factory=dict)
     """Which letters a slow path has settled on: of a sender with more than two they may be neither of those held."""
 
@@ -38,6 +40,9 @@ class Page:
         if self.settled and self.settled.get(sender) == letter.digest and first is not None:
             self._replace(first, letter)
             return first.digest != letter.digest
+        if first is not None and first.message.previous != self.root == letter.message.previous:
+            self._replace(first, letter)
+            return True
         if first is None:
             self.letters[sender] = letter
             self.roots.add(letter.message.previous)

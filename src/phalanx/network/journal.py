@@ -149,6 +149,9 @@ class Journal:
         self._waiting += _frame(heard, self._size + len(self._waiting))
 
     def close(self) -> None:
+        if self._waiting and self._whole:
+            with suppress(OSError):  # nothing rests on it
+                _write(self._file, self._waiting)
         self._file.close()
 
     # ---- The file
