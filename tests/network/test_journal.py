@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,7 +100,7 @@ def join(*heard: KeepMessages) -> list[Message]:
     return [message for effect in heard for message in effect.messages]
 
 
-HEARD = make_heard(1)
+EARLIER, HEARD = make_heard(2), make_heard(1)
 
 
 @contextmanager
@@ -367,20 +368,56 @@ def test_a_kill_while_tidying_leaves_the_old_file(path: Path, monkeypatch: pytes
 # ---- Files that are not what they were
 
 
+def split(data: bytes) -> list[bytes]:
+    """The records of a file, or of what is appended to one."""
+    records = []
+    while data:
+        end = journal_module._HEADER + int.from_bytes(data[: journal_module._LENGTH], "big")
+        assert end <= len(data)
+        records.append(data[:end])
+        data = data[end:]
+    return records
+
+
+def read_tags(data: bytes) -> str:
+    return " ".join(msgspec.msgpack.decode(record[journal_module._HEADER :])[0] for record in split(data))
+
+
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int], list[Signed]]:
-    """A small journal: its bytes, where its records end, and the messages in it."""
+def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int], list[Any]]:
+    """A small journal: its bytes, where its records end, and what it serves from each of these ends on.
+
+    What was heard is in the middle of it, where it came with the vote, and at its end, where it came with the closing.
+    """
     path = tmp_path_factory.mktemp("sample") / "journal.bin"
     with opened(path) as journal:
-        ends, messages = [path.stat().st_size], []
-        for act in (lambda: sign(journal, 0), lambda: vote(journal, 0, 0, True), lambda: sign(journal, 1)):
-            messages.append(act())
-            ends.append(path.stat().st_size)
+        sizes = [path.stat().st_size]
+        one = sign(journal, 0)
+        sizes.append(path.stat().st_size)
+        journal.keep_messages(EARLIER)
+        assert path.stat().st_size == sizes[-1]
+        cast = vote(journal, 0, 0, True)
+        sizes.append(path.stat().st_size)
+        two = sign(journal, 1)
+        sizes.append(path.stat().st_size)
         journal.keep(VIEW, 1)
-        ends.append(path.stat().st_size)
+        sizes.append(path.stat().st_size)
         journal.keep_messages(HEARD)
-        ends.append(path.stat().st_size)
-    return path.read_bytes(), ends, messages
+        assert path.stat().st_size == sizes[-1]
+    data = path.read_bytes()
+    assert read_tags(data) == "opened said heard said said kept heard"
+    ends = list(itertools.accumulate(map(len, split(data))))
+    assert [*ends[:2], *ends[3:6]] == sizes
+    states = [
+        ([None, None, None], None, []),
+        ([one, None, None], None, []),
+        ([one, None, None], None, join(EARLIER)),
+        ([one, cast, None], None, join(EARLIER)),
+        ([one, cast, two], None, join(EARLIER)),
+        ([one, cast, two], VIEW, join(EARLIER)),
+        ([one, cast, two], VIEW, join(EARLIER, HEARD)),
+    ]
+    return data, ends, states
 
 
 def read_back(path: Path, data: bytes) -> tuple[list[Signed | None], bytes | None, list[Message]] | None:
@@ -398,29 +435,32 @@ def read_back(path: Path, data: bytes) -> tuple[list[Signed | None], bytes | Non
 
 
 def test_a_file_cut_off_anywhere_gives_a_prefix_or_is_refused(path: Path, sample: Any) -> None:
-    data, ends, messages = sample
-    assert read_back(path, data) == (messages, VIEW, join(HEARD))
+    data, ends, states = sample
+    assert read_back(path, data) == states[-1]
     for size in range(len(data)):
         whole = sum(end <= size for end in ends)
         held = read_back(path, data[:size])
         if whole == 0:
             assert held is None  # the first record is whole before the file has its name
         else:
-            assert held == ([*messages[: whole - 1], None, None, None][:3], VIEW if whole == 5 else None, [])
+            assert held == states[whole - 1]
             assert path.stat().st_size == ends[whole - 1]
 
 
 def test_a_journal_goes_on_after_what_was_cut_off(path: Path, sample: Any) -> None:
-    data, ends, messages = sample
+    data, ends, states = sample
     for size in range(ends[0], ends[-1], 17):
         path.write_bytes(data[:size])
         with opened(path) as journal:
+            heard = journal.messages
+            journal.keep_messages(make_heard(3))
             first, later = sign(journal, 0, 5), [sign(journal, height, 5) for height in (1, 2)]
         with opened(path) as journal:
             assert sign(journal, 0, 6) == first
             assert [sign(journal, height, 6) for height in (1, 2)] == later
+            assert journal.messages == [*heard, *join(make_heard(3))]
         if size >= ends[1]:
-            assert first == messages[0]
+            assert first == states[-1][0][0]
 
 
 def test_no_flipped_bit_goes_unnoticed(path: Path, sample: Any) -> None:
@@ -439,32 +479,35 @@ def test_no_other_damage_changes_a_message(
     choice: st.DataObject, sample: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Bytes lost, repeated, zeroed or made up anywhere: what is served was signed, or nothing is."""
-    data, _, messages = sample
+    data, _, states = sample
     start = choice.draw(st.integers(0, len(data)))
     end = choice.draw(st.integers(start, len(data)))
     instead = choice.draw(st.sampled_from([b"", bytes(end - start), 2 * data[start:end]]) | st.binary(max_size=40))
     held = read_back(tmp_path_factory.getbasetemp() / "journal.bin", data[:start] + instead + data[end:])
-    if held is not None:
-        found, view, heard = held
-        count = sum(message is not None for message in found)
-        assert found == [*messages[:count], None, None, None][:3], "not a prefix"
-        assert view is None or (view == VIEW and count == 3)
-        assert heard == [] or (heard == join(HEARD) and view == VIEW)
+    assert held is None or held in states, "not a prefix"
 
 
 def test_no_record_passes_in_the_place_of_another(path: Path, sample: Any) -> None:
-    data, ends, _ = sample
-    records = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    first, one, vote_, two, kept, heard = records
+    data, _, _ = sample
+    first, one, earlier, vote_, two, kept, heard = split(data)
     assert len(one) == len(two)
+    assert len(earlier) == len(heard)
     for order in (
-        [first, two, vote_, one, kept, heard],  # changed places
-        [first, one, vote_, two, heard, kept],
-        [first, vote_, two, kept],  # one lost
-        [first, one, one, vote_, two, kept],  # one twice
-        [first, one, vote_, two, kept, heard, heard],
-        [first, one, vote_, two, kept, one],
-        [one, vote_, two, kept],
+        [first, two, earlier, vote_, one, kept, heard],  # changed places
+        [first, one, heard, vote_, two, kept, earlier],
+        [first, one, vote_, earlier, two, kept, heard],
+        [first, earlier, one, vote_, two, kept, heard],
+        [first, one, earlier, vote_, two, heard, kept],
+        [first, earlier, vote_, two, kept],  # one lost
+        [first, one, vote_, two, kept, heard],
+        [first, one, vote_, two, kept],
+        [first, one, earlier, vote_, two, heard],
+        [first, one, one, earlier, vote_, two, kept],  # one twice
+        [first, one, earlier, earlier, vote_, two, kept],
+        [first, one, earlier, vote_, two, kept, heard, heard],
+        [first, one, earlier, vote_, two, kept, earlier],
+        [first, one, earlier, vote_, two, kept, one],
+        [one, earlier, vote_, two, kept],
     ):
         assert read_back(path, b"".join(order)) is None
 
@@ -574,6 +617,8 @@ def limited(size: int) -> Iterator[None]:
 
 def check_after_failure(path: Path, journal: Journal, signed: Signed) -> None:
     """Nothing is signed with this journal any more; the next start knows what was said, and goes on."""
+    data = path.read_bytes()
+    journal.keep_messages(make_heard(7))  # it waits for a signature, and there is none any more
     for height in (7, 8, 9):
         with pytest.raises(WriteFailed, match="start this peer again"):
             sign(journal, height, 1)
@@ -581,10 +626,10 @@ def check_after_failure(path: Path, journal: Journal, signed: Signed) -> None:
         vote(journal, 7, 0, False)
     with pytest.raises(WriteFailed, match="start this peer again"):
         journal.keep(VIEW, 7)
-    with pytest.raises(WriteFailed, match="start this peer again"):
-        journal.keep_messages(make_heard(7))
     journal.close()
+    assert path.read_bytes() == data
     with opened(path) as journal:
+        assert journal.messages == []
         assert sign(journal, 7, 2) == signed
         again = sign(journal, 8, 2)
     with opened(path) as journal:
@@ -710,12 +755,12 @@ def test_it_is_on_the_disk_before_it_is_returned(path: Path, monkeypatch: pytest
 def test_what_was_heard_is_on_the_disk_before_the_next_signature_is(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written at once and made safe with what is signed next: so it costs no time of its own."""
+    """It is written and made safe with what is signed next: so it costs no time of its own."""
     done: list[str] = []
     write, sync = journal_module._write, os.fdatasync
 
     def watch_write(file: Any, data: bytes) -> None:
-        done.append(next(tag for tag in ("heard", "said", "kept") if tag.encode() in data))
+        done.append(read_tags(data))
         write(file, data)
 
     def watch_sync(handle: int) -> None:
@@ -725,21 +770,125 @@ def test_what_was_heard_is_on_the_disk_before_the_next_signature_is(
     with opened(path) as journal:
         monkeypatch.setattr(journal_module, "_write", watch_write)
         monkeypatch.setattr(os, "fdatasync", watch_sync)
+        data = path.read_bytes()
         journal.keep_messages(make_heard(7))
-        assert done == ["heard"]
+        assert done == []
+        assert path.read_bytes() == data
         sign(journal, 8)
-        assert done == ["heard", "said", "safe"]
+        assert done == ["heard said", "safe"]
         journal.keep_messages(make_votes(8))
+        journal.keep_messages(make_cases(8))
+        assert done[2:] == []
         vote(journal, 8, 0, True)
-        assert done[3:] == ["heard", "said", "safe"]
+        assert done[2:] == ["heard heard said", "safe"]
+        journal.keep_messages(make_heard(8))
+        assert done[4:] == []
+        journal.keep(VIEW, 8)
+        assert done[4:] == ["heard kept", "safe"]
+        sign(journal, 9)
+        assert done[6:] == ["said", "safe"], "each is written once"
+        journal.keep_messages(make_heard(9))
+        assert done[8:] == []
+    assert done[8:] == ["heard", "safe"]
+    assert read_tags(path.read_bytes()) == "opened heard said heard heard said heard kept said heard"
+    with opened(path) as journal:
+        assert journal.messages == join(make_votes(8), make_cases(8), make_heard(8), make_heard(9))
 
 
-def test_a_disk_that_cannot_take_what_was_heard_signs_nothing(path: Path) -> None:
+@pytest.mark.parametrize("takes", [False, True])
+@pytest.mark.parametrize("room", [0, 30])
+@pytest.mark.parametrize(
+    "act",
+    [lambda j: sign(j, 8), lambda j: vote(j, 7, 0, False), lambda j: j.keep(VIEW, 7)],
+    ids=["sign", "vote", "keep"],
+)
+def test_a_disk_that_cannot_take_what_was_heard_signs_nothing(path: Path, act: Any, room: int, takes: bool) -> None:
+    """Nor one that takes all of it, but only a part of what was to be written with it."""
+    journal = Journal(path, RUN)
+    signed, size = sign(journal, 7), path.stat().st_size
+    journal.keep_messages(make_heard(7))
+    with (
+        limited(size + room + takes * len(journal._waiting)),
+        pytest.raises(WriteFailed, match=r"journal\.bin"),
+    ):
+        act(journal)
+    assert path.stat().st_size == size
+    check_after_failure(path, journal, signed)
+
+
+@pytest.mark.parametrize("room", [0, 1, 19, 20, 100])
+def test_a_disk_that_cannot_take_what_was_heard_lets_the_peer_end(path: Path, room: int) -> None:
     journal = Journal(path, RUN)
     signed = sign(journal, 7)
-    with limited(path.stat().st_size + 100), pytest.raises(WriteFailed, match=r"journal\.bin"):
-        journal.keep_messages(make_heard(7))
-    check_after_failure(path, journal, signed)
+    journal.keep_messages(make_heard(7))
+    with limited(path.stat().st_size + room):
+        journal.close()
+    with opened(path) as journal:
+        assert journal.messages == []
+        assert sign(journal, 7, 1) == signed
+        again = sign(journal, 8, 1)
+    with opened(path) as journal:
+        assert sign(journal, 8, 2) == again
+
+
+def test_a_power_cut_finds_nothing_in_the_file_that_is_not_safe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all what was heard alone: zeros in its place would pass for damage, and cost the peer its key."""
+    safe: list[bytes] = []
+
+    def watch(name: str) -> None:
+        real = getattr(os, name)
+
+        def sync(handle: int) -> None:
+            real(handle)
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                safe.append(os.pread(handle, 1 << 20, 0))
+
+        monkeypatch.setattr(os, name, sync)
+
+    watch("fdatasync")
+    watch("fsync")
+    cut = path.with_name("cut.bin")
+    heard: list[Message] = []
+    with opened(path) as journal:
+        for height, act in enumerate(
+            [
+                lambda: sign(journal, 0),
+                lambda: vote(journal, 0, 0, True),
+                lambda: sign(journal, 1),
+                lambda: journal.keep(VIEW, 0),
+            ]
+        ):
+            for effect in (make_heard(height), make_votes(height)):
+                journal.keep_messages(effect)
+                assert path.read_bytes() == safe[-1]
+            journal.sign(ALICE, RUN, make_effect(height, Timeout((name(1),), 0, None)))
+            assert path.read_bytes() == safe[-1]
+            cut.write_bytes(path.read_bytes())
+            with opened(cut) as other:  # it lacks what was heard, and goes on
+                assert other.messages == heard
+                sign(other, 5)
+            count = len(safe)
+            act()
+            assert path.read_bytes() == safe[-1] != safe[-2]
+            assert len(safe) == count + 1
+            heard += join(make_heard(height), make_votes(height))
+        assert journal.messages == heard
+
+
+def test_zeros_that_a_power_cut_leaves_are_noticed(path: Path) -> None:
+    """In what was heard as in what was signed after it: and what was signed is never served without it."""
+    with opened(path) as journal:
+        begun = path.stat().st_size
+        journal.keep_messages(HEARD)
+        assert path.stat().st_size == begun
+        signed = sign(journal, 0)
+    data = path.read_bytes()
+    assert read_tags(data) == "opened heard said"
+    assert read_back(path, data) == ([signed, None, None], None, join(HEARD))
+    for start in range(begun, len(data)):
+        for end in (start + 1, min(start + 64, len(data)), len(data)):
+            zeroed = data[:start] + bytes(end - start) + data[end:]
+            assert zeroed == data or read_back(path, zeroed) is None, f"bytes {start} to {end}"
 
 
 # ---- Death
@@ -749,7 +898,7 @@ SIGNING = """
 import os, sys
 from pathlib import Path
 from phalanx.core.crypto import Identity
-from phalanx.core.effects import Sign
+from phalanx.core.effects import Heard, KeepMessages, Sign
 from phalanx.core.messages import Phase, Seal
 from phalanx.network.journal import Journal
 
@@ -758,8 +907,27 @@ identity, journal = Identity(bytes(range(32))), Journal(path, run)
 for height in range(start, 1 << 30):
     message = journal.sign(identity, run, Sign(height, 0, 0, Phase.SEAL, bytes(32), Seal(os.urandom(32))))
     os.write(1, height.to_bytes(4, "big") + message.body[-32:])
+    journal.keep_messages(KeepMessages(height, Heard.MESSAGES, (message,)))
     if height % 3 == 0:
         journal.keep(os.urandom(50), height)
+"""
+
+HEARING = """
+import os, signal, sys
+from pathlib import Path
+from phalanx.core.codec import decode_message
+from phalanx.core.crypto import Identity
+from phalanx.core.effects import Heard, KeepMessages, Sign
+from phalanx.core.messages import Phase, Seal
+from phalanx.network.journal import Journal
+
+run, path, heard = bytes.fromhex(sys.argv[1]), Path(sys.argv[2]), map(bytes.fromhex, sys.argv[3:])
+identity, journal = Identity(bytes(range(32))), Journal(path, run)
+for height, message in enumerate(heard):
+    said = journal.sign(identity, run, Sign(height, 0, 0, Phase.SEAL, bytes(32), Seal(os.urandom(32))))
+    os.write(1, said.body[-32:])
+    journal.keep_messages(KeepMessages(height, Heard.MESSAGES, (decode_message(message),)))
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -787,3 +955,31 @@ def test_everything_said_before_a_kill_is_found_again(path: Path) -> None:
             message = journal.sign(identity, RUN, Sign(height, 0, 0, Phase.SEAL, PREVIOUS, Seal(name(0))))
             assert message is not None
             assert message.body[-32:] == digest
+        for heard in journal.messages:
+            assert isinstance(heard, Signed)
+            assert heard.body[-32:] == said[heard.height]
+
+
+def test_what_was_heard_last_before_a_kill_is_lacking_and_the_peer_signs_on(path: Path) -> None:
+    heard = [make_heard(height).messages[0] for height in range(3)]
+    command = [sys.executable, "-c", HEARING, RUN.hex(), str(path), *(encode(message).hex() for message in heard)]
+    process = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert len(process.stdout) == 3 * 32
+    assert read_tags(path.read_bytes()) == "opened said heard said heard said"
+    identity = Identity(bytes(range(32)))
+
+    def sign_again(journal: Journal, height: int, number: int) -> bytes:
+        effect = Sign(height, 0, 0, Phase.SEAL, PREVIOUS, Seal(name(number)))
+        message = journal.sign(identity, RUN, effect)
+        assert message is not None
+        return message.body[-32:]
+
+    with opened(path) as journal:
+        assert journal.messages == heard[:2]
+        assert b"".join(sign_again(journal, height, 0) for height in range(3)) == process.stdout
+        journal.keep_messages(make_heard(2))
+        assert sign_again(journal, 3, 0) == name(0)
+    with opened(path) as journal:
+        assert journal.messages == [*heard[:2], *join(make_heard(2))]
+        assert sign_again(journal, 3, 1) == name(0)

@@ -110,7 +110,7 @@ def test_free_keys_that_get_themselves_banned_do_not_make_the_view_long(monkeypa
 
 
 def test_free_keys_that_get_themselves_banned_do_not_make_the_chain_long() -> None:
-    """The roster never changes, so who joins needs no link but the last."""
+    """The roster never changes, so nobody needs a link to follow it."""
     swarm = play_with_free_keys()
     assert not get_peer(swarm, swarm.keys[0]).links
 

@@ -146,6 +146,7 @@ def test_who_is_removed_and_comes_back_cannot_join_what_it_collected() -> None:
     insider.notes["back"] = True
     swarm.run(400.0, swarm.is_over)
     assert insider.notes["joined"]
+    assert insider.notes["reveal"].height > insider.notes["begun"].height + 2, "of two views"
     assert_unharmed(swarm)
     assert_names_are_unique(swarm)
 

@@ -54,8 +54,7 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
     while True:
         wrong = _find_difference(peer, page) if checked and page.roots != root else None
         if wrong is not None:
-            if peer.member and height - 1 not in peer.alarms:
-                peer.alarms[height - 1] = _show_difference(peer, height - 1, wrong)
+            if peer.member and height - 1 not in peer.alarms and _note_difference(peer, height - 1, wrong):
                 yield from join_slow_path(peer)
                 continue
         elif len(page.letters) >= members and all(key in page.letters for key in view.roster):
@@ -122,12 +121,16 @@ def _find_difference(peer: Peer, page: Page) -> Letter | None:
     return next((letter for letter in members if letter.message.previous != peer.root), None)
 
 
-def _show_difference(peer: Peer, height: int, wrong: Letter) -> m.Alarm:
-    """One message from everybody, and one that names another root than these have."""
+def _note_difference(peer: Peer, height: int, wrong: Letter) -> bool:
+    """Raise an alarm with a message from everybody, and one that names another root; whether others will heed it."""
     epoch = peer.find_epoch(height)
     assert epoch is not None
     letters = [epoch.phases[epoch.heights[height]][key].message for key in epoch.view.roster]
-    return m.Alarm(height, 0, (*letters, wrong.message))
+    alarm = m.Alarm(height, 0, (*letters, wrong.message))
+    valid = is_valid_alarm(peer.run, peer.examiner, epoch, alarm)
+    if valid:
+        peer.alarms[height] = alarm
+    return valid
 
 
 def _pull(peer: Peer, height: int, work: float, checked: bool) -> Story:

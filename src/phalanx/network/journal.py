@@ -149,9 +149,11 @@ class Journal:
         self._waiting += _frame(heard, self._size + len(self._waiting))
 
     def close(self) -> None:
-        if self._waiting and self._whole:
+        waiting, self._waiting = self._waiting, b""
+        if waiting and self._whole:
             with suppress(OSError):  # nothing rests on it
-                _write(self._file, self._waiting)
+                _write(self._file, waiting)
+                os.fdatasync(self._file.fileno())
         self._file.close()
 
     # ---- The file
