@@ -171,6 +171,7 @@ def test_what_comes_in_chunks_goes_to_the_shelf(shelf: Shelf) -> None:
     peer.store = shelf.put
     size = 4 * compute_part_sizes(CONFIG.size, 4)[1]
     data = bytes(range(256)) * (size // 256)
+    peer.asked.add(("part", 0, 0, SIGNERS[1].key, 1, SIGNERS[1].key))
     for at in range(0, size, MAX_CHUNK):
         chunk = data[at : at + MAX_CHUNK]
         peer.store_aggregate(SIGNERS[1].key, AggregateChunk(0, 0, 1, size, at, chunk))
