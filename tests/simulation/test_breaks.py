@@ -313,6 +313,7 @@ def test_gossip_of_one_member_takes_little_memory_whatever_is_long_in_it() -> No
 # ---- Many who name one another
 
 
+@pytest.mark.long
 def test_more_parts_unopened_than_a_message_holds_break_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.core.step.ask_part", lambda *_: ())  # millions of requests that nobody could answer
     attackers = dict.fromkeys(range(35, 68), FriendsMissing())
