@@ -347,3 +347,17 @@ def test_no_alarm_of_two_roots_after_seal(epoch: Transcript) -> None:
     here = everybody(phase=Phase.SEAL)
     assert not is_valid(epoch, *here, say(3, HEIGHT + 1, OTHER, phase=Phase.COMMIT))
     assert not is_valid(epoch, *here, say(3, HEIGHT + 1, root_of(see(here).here), phase=Phase.COMMIT))
+
+
+def test_alarm_goes_by_what_a_height_is_not_by_what_a_sender_calls_it(epoch: Transcript) -> None:
+    here = [*everybody()[:-1], say(6, phase=Phase.SEAL)]
+    assert is_valid(epoch, *here, say(3, HEIGHT + 1, OTHER))
+
+
+def test_alarm_after_the_first_commit_of_an_attempt_whatever_root_that_names(epoch: Transcript) -> None:
+    """There a wrong root is the sender's own affair, and the height is complete all the same."""
+    here = [*everybody()[:-1], say(6, previous=OTHER)]
+    assert not is_valid(epoch, *here, say(3, HEIGHT + 1, OTHER))
+    first = Transcript(msgspec.structs.replace(epoch.view, height=HEIGHT), epoch.duties)
+    first.heights[HEIGHT] = Phase.COMMIT
+    assert is_valid(first, *here, say(3, HEIGHT + 1, OTHER))
