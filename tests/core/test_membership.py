@@ -61,7 +61,6 @@ def go(config: Config, view: View, changes: Changes | None = None, **fields: Any
         "previous": bytes(32),
         "randomness": compute_digest("randomness of a test", view.randomness),
         "state": bytes(32),
-        "targets": (),
         "scale": None,
         "complaints": (),
         "served": (),

@@ -572,15 +572,9 @@ def _recall_prepared(peer: Peer, epoch: Transcript, height: int) -> list[Letter]
     """The latest quorum of first votes that I hold. I may have cast a final vote for it, and crashed."""
     places = [ballot for ballot in peer.votes if ballot[0] in (height, height + 1) and not ballot[2]]
     for place, round_, final in sorted(places, key=lambda ballot: (ballot[0] == height, ballot[1]), reverse=True):
-        view = _get_electorate(peer, epoch, place)
-        quorum = compute_quorum(peer.config, view)
-        groups: dict[bytes, list[Letter]] = {}
-        for who, letter in peer.votes[place, round_, final].items():
-            if who in view.roster:
-                groups.setdefault(_core(letter), []).append(letter)
-        for group in groups.values():
-            if len(group) >= quorum:
-                return group[:quorum]
+        found = _find_quorum(peer, _get_electorate(peer, epoch, place), peer.votes[place, round_, final])
+        if found is not None:
+            return found
     return None
 
 
@@ -596,18 +590,20 @@ def _get_electorate(peer: Peer, epoch: Transcript, height: int) -> View:
 def _find_final(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | None:
     """A quorum of final votes of one round for one outcome, if it is here."""
     view = _get_electorate(peer, epoch, height)
-    quorum = compute_quorum(peer.config, view)
     for (place, _, final), votes in peer.votes.items():
-        if place != height or not final or len(votes) < quorum:
-            continue
-        groups: dict[bytes, list[Letter]] = {}
-        for who, letter in votes.items():
-            if who in view.roster:
-                groups.setdefault(_core(letter), []).append(letter)
-        for group in groups.values():
-            if len(group) >= quorum:
-                return group
+        found = _find_quorum(peer, view, votes) if place == height and final else None
+        if found is not None:
+            return found
     return None
+
+
+def _find_quorum(peer: Peer, view: View, votes: Values) -> list[Letter] | None:
+    """As many of one ballot's votes for one outcome as settle it, if they are here."""
+    quorum, groups = compute_quorum(peer.config, view), dict[bytes, list[Letter]]()
+    for who, letter in votes.items() if len(votes) >= quorum else ():
+        if who in view.roster:
+            groups.setdefault(_core(letter), []).append(letter)
+    return next((group[:quorum] for group in groups.values() if len(group) >= quorum), None)
 
 
 def _find_departure(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | None:

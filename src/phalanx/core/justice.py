@@ -738,7 +738,6 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         previous=previous,
         randomness=transcript.randomness,
         state=decision.state,
-        targets=(),
         scale=scale,
         complaints=find_complaints(config, transcript),
         served=find_served(transcript),

@@ -372,7 +372,6 @@ def finish_step(
     previous: bytes,
     randomness: bytes,
     state: bytes,
-    targets: tuple[bytes, ...],
     scale: float | None,
     complaints: Sequence[Complaint],
     served: Collection[bytes],
@@ -414,7 +413,7 @@ def finish_step(
         tau=tau,
         scales=scales,
         order=_draw_order(randomness, roster),
-        targets=tuple(dict.fromkeys((*targets, *view.carried))),
+        targets=view.carried,
         carried=(),
         trial_checks=_draw_trial_checks(randomness, roster, tried, config.probation_checks, step - 1),
         complaints=tuple(
