@@ -66,8 +66,8 @@ from phalanx.core.crypto import Identity
 from phalanx.core.effects import Sign
 from phalanx.core.envelope import Examiner
 from phalanx.core.events import AttemptStarted, Banned, Removed, SlowPath, StepFinished
+from phalanx.core.life import make_peer, run_made_peer, run_peer
 from phalanx.core.messages import MAX_CHUNK, AggregateChunk, Message, PartChunk, Signed
-from phalanx.core.step import make_peer, run_made_peer, run_peer
 from phalanx.network.ideal import IdentityExaminer, make_signers
 from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox

@@ -25,7 +25,7 @@ import torch
 
 from phalanx.core.config import Config
 from phalanx.core.events import StepFinished
-from phalanx.core.step import run_peer
+from phalanx.core.life import run_peer
 from phalanx.network.ideal import IdentityExaminer, make_signers
 from phalanx.network.simulated import Links, World
 from phalanx.simulation.machine import Bowl, compute_state_digest, make_start

@@ -32,12 +32,12 @@ from phalanx.core import messages as m
 from phalanx.core.codec import encode_frame
 from phalanx.core.config import Config, Tolerance
 from phalanx.core.events import AttemptStarted, Banned, Removed, StepFinished
+from phalanx.core.handlers import send_aggregate
+from phalanx.core.life import run_peer
 from phalanx.core.membership import compute_duties
 from phalanx.core.merkle import compute_paths
 from phalanx.core.messages import Message
 from phalanx.core.partition import compute_part_sizes
-from phalanx.core.peer import send_aggregate
-from phalanx.core.step import run_peer
 from phalanx.network.ideal import IdentityExaminer, make_signers
 from phalanx.network.simulated import USUAL, Links, World
 from phalanx.network.traffic import name_kind

@@ -26,7 +26,7 @@ from torch import Tensor
 from phalanx.core.config import Config
 from phalanx.core.envelope import Examiner
 from phalanx.core.events import StepFinished
-from phalanx.core.step import run_peer
+from phalanx.core.life import run_peer
 from phalanx.network.ideal import make_signers
 from phalanx.network.simulated import Links, World
 from phalanx.training.allocation import keep_freed_memory

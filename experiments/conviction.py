@@ -29,8 +29,8 @@ from phalanx.attacks.base import Mail
 from phalanx.attacks.justice import IdleValidator, ShieldingVotes
 from phalanx.core.config import Config
 from phalanx.core.events import Banned
+from phalanx.core.life import run_peer
 from phalanx.core.messages import Message
-from phalanx.core.step import run_peer
 from phalanx.network.ideal import IdentityExaminer, make_signers
 from phalanx.network.simulated import Links, World
 from phalanx.simulation.machine import Bowl, compute_state_digest, make_start

@@ -1,5 +1,7 @@
 """The command line is a contract: what goes to stdout, what to stderr, and the exit code."""
 
+import contextlib
+import io
 import json
 import resource
 import signal
@@ -23,6 +25,20 @@ def phalanx(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([Path(sys.executable).parent / "phalanx", *arguments], capture_output=True, text=True)
 
 
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has PyTorch loaded already: for what ends before anything is run."""
+    out, said = io.StringIO(), io.StringIO()
+    code: object = 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+        patch.setattr(sys, "argv", ["phalanx", *arguments])
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), said.getvalue())
+
+
 def last_json(result: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -43,7 +59,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("command", DEFAULTS)
 def test_help_shows_what_holds_where_nothing_is_given(command: str) -> None:
-    result = phalanx(command, "--help")
+    result = call(command, "--help")
     assert result.returncode == 0
     text = " ".join(result.stdout.split())
     for default in DEFAULTS[command]:
@@ -53,7 +69,7 @@ def test_help_shows_what_holds_where_nothing_is_given(command: str) -> None:
 
 
 def test_the_list_of_commands_is_in_whole_sentences() -> None:
-    listed = phalanx("--help").stdout.partition("Commands:")[2].split("\n  ")
+    listed = call("--help").stdout.partition("Commands:")[2].split("\n  ")
     assert len(listed) > 7
     assert all(line.rstrip().endswith(".") and "..." not in line for line in listed if line.strip())
 
@@ -67,7 +83,7 @@ def test_keygen_writes_a_key_that_loads_and_prints_its_peer_id(tmp_path: Path) -
 
 def test_keygen_refuses_to_overwrite_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"mine")
-    result = phalanx("keygen", str(tmp_path / "key"))
+    result = call("keygen", str(tmp_path / "key"))
     assert result.returncode == 2
     assert result.stdout == ""
     assert "exists" in result.stderr
@@ -115,7 +131,7 @@ BAD_SIMULATE = {
     + [("fuzz", *options.split()) for options in BAD_FUZZ],
 )
 def test_bad_input_exits_with_2_and_says_nothing_on_stdout(arguments: tuple[str, ...]) -> None:
-    result = phalanx(*arguments)
+    result = call(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
 
@@ -140,7 +156,7 @@ def test_demo_shows_that_the_protocol_holds_where_the_mean_fails(tmp_path: Path)
 
 @pytest.mark.parametrize("options", BAD_SIMULATE)
 def test_a_run_that_cannot_be_is_one_line_and_exit_2(options: str) -> None:
-    result = phalanx("simulate", *options.split())
+    result = call("simulate", *options.split())
     assert (result.returncode, result.stdout) == (2, "")
     assert BAD_SIMULATE[options] in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -161,7 +177,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory, keys: list[Path]) -> Path:
     file = tmp_path_factory.mktemp("manifest") / "run.toml"
-    result = phalanx("init", str(file), "--task", SMALL, *(f"--founder={key}" for key in keys))
+    result = call("init", str(file), "--task", SMALL, *(f"--founder={key}" for key in keys))
     assert result.returncode == 0, result.stderr
     return file
 
@@ -188,7 +204,7 @@ BAD_INIT = {
 @pytest.mark.parametrize("options", BAD_INIT)
 def test_a_manifest_that_cannot_be_is_one_line_and_no_file(options: str, keys: list[Path], tmp_path: Path) -> None:
     founders = [f"--founder={key}" for key in keys]
-    result = phalanx("init", str(tmp_path / "run.toml"), "--task", SMALL, *founders, *options.split())
+    result = call("init", str(tmp_path / "run.toml"), "--task", SMALL, *founders, *options.split())
     assert (result.returncode, result.stdout) == (2, "")
     assert BAD_INIT[options] in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -197,21 +213,21 @@ def test_a_manifest_that_cannot_be_is_one_line_and_no_file(options: str, keys: l
 
 def test_a_manifest_without_a_folder_is_bad_input(keys: list[Path], tmp_path: Path) -> None:
     founders = [f"--founder={key}" for key in keys]
-    result = phalanx("init", str(tmp_path / "nodir" / "run.toml"), "--task", SMALL, *founders)
+    result = call("init", str(tmp_path / "nodir" / "run.toml"), "--task", SMALL, *founders)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"phalanx: {tmp_path / 'nodir'}: there is no such folder\n"
 
 
 def test_a_manifest_in_a_folder_that_takes_none_is_bad_input(keys: list[Path]) -> None:
     founders = [f"--founder={key}" for key in keys]
-    result = phalanx("init", "/proc/run.toml", "--task", SMALL, *founders)
+    result = call("init", "/proc/run.toml", "--task", SMALL, *founders)
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert "/proc" in result.stderr
 
 
 def test_a_founder_that_is_neither_id_nor_file_is_told_so(tmp_path: Path) -> None:
-    result = phalanx("init", str(tmp_path / "run.toml"), "--founder", "nofile.key")
+    result = call("init", str(tmp_path / "run.toml"), "--founder", "nofile.key")
     assert (result.returncode, result.stdout) == (2, "")
     assert "'nofile.key' is not the id of an Ed25519 peer" in result.stderr
     assert "there is no such file" in result.stderr
@@ -234,7 +250,7 @@ def test_a_start_that_cannot_be_is_one_line_and_no_folder(
     options: str, manifest: Path, keys: list[Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "peer"
-    result = phalanx("start", str(manifest), "--key", str(keys[0]), "--out", str(out), *options.split())
+    result = call("start", str(manifest), "--key", str(keys[0]), "--out", str(out), *options.split())
     assert (result.returncode, result.stdout) == (2, "")
     assert BAD_START[options] in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -253,7 +269,7 @@ BAD_SWARM = {
 @pytest.mark.parametrize("options", BAD_SWARM)
 def test_a_swarm_that_cannot_be_is_one_line_and_no_folder(options: str, tmp_path: Path) -> None:
     words = ["--task", SMALL, "--peers", "8", "--out", str(tmp_path / "swarm"), *options.split()]
-    result = phalanx("swarm", *words)
+    result = call("swarm", *words)
     assert (result.returncode, result.stdout) == (2, "")
     assert BAD_SWARM[options] in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -11,9 +11,9 @@ from phalanx.attacks import Attack, Insider, Plot
 from phalanx.core.config import Config
 from phalanx.core.effects import Story
 from phalanx.core.events import Banned, Halted, Removed, RunFinished
+from phalanx.core.life import run_peer
 from phalanx.core.membership import View
 from phalanx.core.messages import Rule
-from phalanx.core.step import run_peer
 from phalanx.network.disk import Disk
 from phalanx.network.ideal import IdentityExaminer, make_signers
 from phalanx.network.simulated import Links, World

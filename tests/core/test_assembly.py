@@ -10,10 +10,11 @@ from phalanx.core import messages as m
 from phalanx.core.assembly import Assembly, Rows
 from phalanx.core.config import Config
 from phalanx.core.envelope import Examiner
+from phalanx.core.handlers import HANDLERS, cut_chunks
 from phalanx.core.membership import make_genesis
 from phalanx.core.messages import MAX_CHUNK
 from phalanx.core.partition import compute_part_sizes
-from phalanx.core.peer import Own, Peer, cut_chunks
+from phalanx.core.peer import Own, Peer
 from phalanx.core.room import make_bytes
 from phalanx.core.step import read_rows
 from phalanx.core.wire import WIRE_TYPES
@@ -72,7 +73,7 @@ def make_peer(wire: str) -> Peer:
     size = 3 * MAX_CHUNK  # numbers: parts take more than one chunk in every wire type
     config = Config(founders=KEYS, byzantine=1, size=size, steps=10, state=bytes(32), wire=wire, cap=10.0).check()
     view = make_genesis(config)
-    peer = Peer(config, KEYS[0], Examiner(VERIFY), view, lambda *_: view)
+    peer = Peer(config, KEYS[0], Examiner(VERIFY), view, lambda *_: view, HANDLERS)
     peer.store = None
     return peer
 

@@ -10,6 +10,7 @@ from phalanx.core import messages as m
 from phalanx.core.broadcast import _choose, _Exchange, _name_outcome
 from phalanx.core.config import Config
 from phalanx.core.envelope import Letter, seal
+from phalanx.core.handlers import HANDLERS
 from phalanx.core.membership import make_genesis
 from phalanx.core.messages import Phase
 from phalanx.core.peer import Peer
@@ -31,7 +32,7 @@ def sign(peer: int, body: m.Body) -> Letter:
 def make_exchange(prepared: Sequence[bytes | None]) -> _Exchange:
     """All messages of a height, and what each member says that it holds of the round before."""
     view = make_genesis(CONFIG)
-    peer = Peer(CONFIG, SIGNERS[0].key, EXAMINER, view, lambda *_: view)
+    peer = Peer(CONFIG, SIGNERS[0].key, EXAMINER, view, lambda *_: view, HANDLERS)
     peer.transcript.heights[HEIGHT] = Phase.COMMIT
     exchange = _Exchange(peer, peer.transcript, HEIGHT, ROUND)
     for index in range(4):

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from phalanx.core import messages as m
+from phalanx.core.certificates import find_certificate
 from phalanx.core.config import Config
 from phalanx.core.crypto import Identity
 from phalanx.core.envelope import Examiner, seal
 from phalanx.core.membership import Committed, View, compute_roster_digest, make_genesis
 from phalanx.core.messages import Phase, Signed
-from phalanx.core.peer import find_certificate
 
 IDENTITIES = [Identity(bytes([number + 1]) * 32) for number in range(5)]
 KEYS = tuple(identity.key for identity in IDENTITIES)

@@ -7,6 +7,7 @@ from phalanx.core import messages as m
 from phalanx.core.config import Config
 from phalanx.core.effects import Begin, Delivery, Finished
 from phalanx.core.envelope import Examiner
+from phalanx.core.handlers import HANDLERS
 from phalanx.core.membership import View, make_genesis
 from phalanx.core.messages import MAX_CHUNK
 from phalanx.core.partition import BLOCK, compute_part_sizes, join_parts, split_parts
@@ -26,7 +27,7 @@ GRADIENT = torch.linspace(-1, 1, SIZE)
 
 def make_peer() -> Peer:
     view = make_genesis(CONFIG)
-    return Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view)
+    return Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view, HANDLERS)
 
 
 def test_my_own_gradient_is_found_in_its_parts() -> None:

@@ -42,8 +42,8 @@ from phalanx.core.effects import (
 from phalanx.core.envelope import Examiner, compute_message_digest
 from phalanx.core.errors import WriteFailed
 from phalanx.core.events import Banned, RunFinished, StepFinished
+from phalanx.core.life import make_peer, run_made_peer
 from phalanx.core.messages import AggregateChunk, Message, Phase, PullAggregate, Seal, Signed, StateChunk
-from phalanx.core.step import make_peer, run_made_peer
 from phalanx.network.ideal import make_signers
 from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox

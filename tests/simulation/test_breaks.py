@@ -28,13 +28,13 @@ from phalanx.attacks.gradients import NonFiniteParts
 from phalanx.attacks.membership import CertificateForSome, Leave, OneByOne
 from phalanx.attacks.slow_path import LongBodies, LongEndorsements, MixedItem, RevealForSome
 from phalanx.core import messages as m
+from phalanx.core.conclusion import make_confirm
 from phalanx.core.config import Tolerance
 from phalanx.core.effects import ComputeReport, Sign
 from phalanx.core.events import AttemptStarted, Banned, Halted, Removed, RunFinished, StepFinished
 from phalanx.core.membership import View
 from phalanx.core.messages import Phase, Rule, Signed
 from phalanx.core.peer import Peer, compute_case_digest
-from phalanx.core.step import make_confirm
 from phalanx.core.verification import Projections
 from phalanx.network.simulated import Links
 from phalanx.simulation.swarm import Setup, Swarm
@@ -315,7 +315,7 @@ def test_gossip_of_one_member_takes_little_memory_whatever_is_long_in_it() -> No
 
 @pytest.mark.long
 def test_more_parts_unopened_than_a_message_holds_break_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.core.step.ask_part", lambda *_: ())  # millions of requests that nobody could answer
+    monkeypatch.setattr("phalanx.core.opening.ask_part", lambda *_: ())  # millions of requests that nobody could answer
     attackers = dict.fromkeys(range(35, 68), FriendsMissing())
     play(attackers, founders=68, byzantine=33, steps=1, size=256, links=STEADY, until=100.0)
 

@@ -24,10 +24,10 @@ from phalanx.core import messages as m
 from phalanx.core.crypto import Domain
 from phalanx.core.effects import ComputeReport, Sign
 from phalanx.core.events import AttemptStarted, Removed, SlowPath
+from phalanx.core.life import make_peer
 from phalanx.core.memory import recall, remember, remember_notes
 from phalanx.core.messages import Message, Phase, Rule, Signed
 from phalanx.core.peer import Peer
-from phalanx.core.step import make_peer
 from phalanx.core.verification import Projections
 from phalanx.simulation.swarm import Swarm
 

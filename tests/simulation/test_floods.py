@@ -16,8 +16,8 @@ from test_strangers import make_swarm, play
 
 from phalanx.attacks import Attack, Insider, Mail
 from phalanx.attacks.base import change_body
+from phalanx.core import handlers
 from phalanx.core import messages as m
-from phalanx.core import peer as peer_module
 from phalanx.core.crypto import Domain
 from phalanx.core.effects import Effect, Sign
 from phalanx.core.events import AttemptStarted
@@ -76,14 +76,14 @@ def test_gossip_that_says_nothing_is_not_kept() -> None:
 
 def test_each_message_of_gossip_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not again with each that comes after it: a flood would cost its square."""
-    weighed, weigh = 0, peer_module.weigh_items
+    weighed, weigh = 0, handlers.weigh_items
 
     def count(items: Iterable[m.Relay]) -> int:
         nonlocal weighed
         weighed += 1
         return weigh(items)
 
-    monkeypatch.setattr(peer_module, "weigh_items", count)
+    monkeypatch.setattr(handlers, "weigh_items", count)
     swarm = play({4: ManyGossips(start=1, stop=2, count=500, items=1)}, steps=3, **FIVE)
     assert get_notes(swarm, 4)["flooded"]
     assert 500 <= weighed < 1000

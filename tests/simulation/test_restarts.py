@@ -27,13 +27,13 @@ from test_breaks import (
 from phalanx.attacks import Attack, Insider, Mail
 from phalanx.attacks.base import change_body
 from phalanx.core import messages as m
+from phalanx.core.certificates import find_certificate
 from phalanx.core.codec import decode_body
 from phalanx.core.crypto import Domain
 from phalanx.core.effects import Sign
 from phalanx.core.events import Removed
 from phalanx.core.membership import View
 from phalanx.core.messages import Message, Phase, Rule, Signed
-from phalanx.core.peer import find_certificate
 from phalanx.network.simulated import USUAL
 from phalanx.simulation.swarm import Swarm
 

@@ -21,12 +21,13 @@ from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.effects import Broadcast
 from phalanx.core.envelope import Examiner
 from phalanx.core.errors import WriteFailed
+from phalanx.core.handlers import HANDLERS, _on_pull_part
+from phalanx.core.life import make_peer
 from phalanx.core.membership import make_genesis
 from phalanx.core.merkle import compute_paths, hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, AggregateChunk, PartChunk, PullPart
 from phalanx.core.partition import BLOCK, compute_part_sizes, split_parts
-from phalanx.core.peer import Own, Peer, _on_pull_part
-from phalanx.core.step import make_peer
+from phalanx.core.peer import Own, Peer
 from phalanx.core.wire import WIRE_TYPES, encode_tensor
 from phalanx.network.ideal import make_signers
 from phalanx.simulation.scenario import draw_scenario, run_scenario
@@ -143,7 +144,7 @@ def test_a_swarm_with_shelves_does_the_same(shelf: Shelf, monkeypatch: pytest.Mo
 
 def test_a_shelved_part_is_served_until_it_is_forgotten(shelf: Shelf) -> None:
     view = make_genesis(CONFIG)
-    peer = Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view)
+    peer = Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view, HANDLERS)
     peer.store = shelf.put
     parts = split_parts(torch.linspace(-1, 1, CONFIG.size), 4)
     own = peer.own[0] = Own(b"seed", {0: [peer.put_away_vector(part) for part in parts]})
@@ -167,7 +168,7 @@ def test_a_shelved_part_is_served_until_it_is_forgotten(shelf: Shelf) -> None:
 
 def test_what_comes_in_chunks_goes_to_the_shelf(shelf: Shelf) -> None:
     view = make_genesis(CONFIG)
-    peer = Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view)
+    peer = Peer(CONFIG, SIGNERS[0].key, Examiner(VERIFY), view, lambda *_: view, HANDLERS)
     peer.store = shelf.put
     size = 4 * compute_part_sizes(CONFIG.size, 4)[1]
     data = bytes(range(256)) * (size // 256)

@@ -28,8 +28,18 @@ from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath
 from phalanx.core.membership import View, compute_quorum, compute_roster_digest, encode_view
 from phalanx.core.messages import AgreedBody, Phase, Signed
-from phalanx.core.peer import Lost, Peer, compute_item_digest, weigh_items
-from phalanx.core.slowpath import SEALING, Resolution, Seen, get_successor, is_agreed, is_valid_alarm, resolve
+from phalanx.core.peer import Lost, Peer
+from phalanx.core.slowpath import (
+    SEALING,
+    Resolution,
+    Seen,
+    compute_item_digest,
+    get_successor,
+    is_agreed,
+    is_valid_alarm,
+    resolve,
+    weigh_items,
+)
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 
 

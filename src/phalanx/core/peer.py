@@ -1,64 +1,50 @@
-"""One peer: what it holds, and what it does with a message, whatever it is waiting for at the time.
+"""One peer: what it holds, and how it takes in what comes.
 
-Nothing here decides anything. Messages are checked, kept within limits, and given to whoever asks for them.
+Nothing here decides anything. Messages are checked, kept within limits, and given to whoever asks for them
+(``handlers.py``).
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from phalanx.core import messages as m
 from phalanx.core.assembly import Assembly, Rows
+from phalanx.core.certificates import find_phase
 from phalanx.core.codec import encode
 from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
-from phalanx.core.effects import Broadcast, Effect, Finished, Leave, ReadState, Receive, Send, Sign, Story
+from phalanx.core.effects import Broadcast, Effect, Finished, Leave, Receive, Send, Story
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.membership import (
-    View,
-    compute_duties,
-    compute_quorum,
-    compute_roster_digest,
-    decode_view,
-    encode_view,
-    is_another_electorate,
-)
+from phalanx.core.membership import View, compute_duties
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
 from phalanx.core.partition import compute_part_sizes, join_parts
 from phalanx.core.room import make_bytes
-from phalanx.core.slowpath import Resolution, is_valid_alarm
-from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
+from phalanx.core.slowpath import Resolution
+from phalanx.core.transcript import Page, Transcript, Values
 from phalanx.core.wire import WIRE_TYPES, Piece, decode_tensor, view_bytes
 
 _PAST_HEIGHTS = 64
-_FUTURE_HEIGHTS = 4
+FUTURE_HEIGHTS = 4
 _MOST_CASES = 1024
 _MOST_JOINS = 256
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
-_ROUNDS = 8
+KEPT_ROUNDS = 8
+"""Of a slow path, from one sender."""
 _MOST_TRIALS = 4
-_GOSSIP_BYTES = 1 << 22
-_GOSSIP_BYTES_EACH = 1 << 18
-"""What is kept of one member's gossip, and more for each member: four messages of each, and what comes with them."""
-_SIGNED_BYTES = 400  # of a message beside its body
-"""Of one member in one round of a slow path, before the message that goes beyond it."""
-_STATE_BYTES = 64
-"""No state has more bytes than this for each coordinate: parameters, and what optimizers keep of them."""
-_ANSWERS = 64
-"""Messages of one kind from one peer that are taken up within ``delta``."""
 
 
 Follow: TypeAlias = "Callable[[Peer, Transcript, int, Resolution], View | None]"
 """Which view follows when a slow path at a height of an attempt ended so; None if too little is here to say."""
+Handler: TypeAlias = "Callable[[Peer, Any, Any], Iterable[Effect]]"
+"""What a peer does with a sender's message of one kind."""
 
 
 class Lost(Exception):  # noqa: N818
@@ -110,8 +96,16 @@ class StateFetch:
 class Peer:
     """The memory of one peer."""
 
-    def __init__(self, config: Config, key: bytes, examiner: Examiner, view: View, follow: Follow) -> None:
-        self.follow = follow
+    def __init__(
+        self,
+        config: Config,
+        key: bytes,
+        examiner: Examiner,
+        view: View,
+        follow: Follow,
+        handlers: Mapping[type, Handler],
+    ) -> None:
+        self.follow, self.handlers = follow, handlers
         self.join: Callable[[Peer], Story] | None = None
         """Takes part in a slow path that others opened, whatever this peer was waiting for."""
         self.store: Callable[[Piece], Piece] | None = None
@@ -309,7 +303,7 @@ class Peer:
             elif type(message) is Leave:
                 self.leaving = True
             else:
-                handler = _HANDLERS.get(type(message))
+                handler = self.handlers.get(type(message))
                 if handler is not None:
                     yield from handler(self, delivery.sender, message)
             if self.adopted is not None:
@@ -327,7 +321,7 @@ class Peer:
         if message.sender not in self.circle:
             return ()
         start = self.view.height
-        if height < start - _PAST_HEIGHTS or (height > self.level + _FUTURE_HEIGHTS and height > start):
+        if height < start - _PAST_HEIGHTS or (height > self.level + FUTURE_HEIGHTS and height > start):
             return ()
         letter = self.examiner.examine(message)
         if letter is None:
@@ -386,7 +380,7 @@ class Peer:
         """Of the rounds of a slow path, a sender has the last few to fill, and no more."""
         rounds = sorted(place[1] for place, letters in table.items() if place[0] == height and sender in letters)
         for place in list(table):
-            if place[0] == height and rounds and place[1] < max(rounds[-1], round_) - _ROUNDS:
+            if place[0] == height and rounds and place[1] < max(rounds[-1], round_) - KEPT_ROUNDS:
                 table[place].pop(sender, None)
                 if not table[place]:
                     del table[place]
@@ -581,346 +575,5 @@ def _drop(table: dict[Any, Any], places: Iterable[Any]) -> None:
         del table[place]
 
 
-def find_certificate(
-    config: Config, examiner: Examiner, before: View, view: View, messages: Iterable[Signed]
-) -> tuple[Signed, ...] | None:
-    """Those of the messages with which the roster of ``before`` says that ``view`` follows; None if it does not.
-
-    A quorum of final votes says so; or SEAL, ABORT or COMMIT of one height from *every* member, since one that is not
-    complete may still be replaced by a slow path. Of these all but ``bound`` have to name the view: a Byzantine member
-    may sign for a view of its own.
-
-    Whoever leaves out a link, so that the roster seems not to have changed, must not have a smaller quorum accepted:
-    votes bear their roster, COMMIT comes from the view's own, and who sealed an attempt is on record in the view.
-    """
-    rosters = {compute_roster_digest(before.roster): (before.roster, compute_quorum(config, before))}
-    for record in before.attempts[-1:]:
-        sealed = (record.roster, compute_quorum(config, record))
-        rosters.setdefault(compute_roster_digest(record.roster), sealed)
-    whole: dict[int, dict[bytes, tuple[Signed, bool]]] = {}
-    votes: dict[tuple[int, int, bytes], dict[bytes, Signed]] = {}
-    for message in messages:
-        if message.run != config.run or message.height < before.height - 1:
-            continue
-        letter = examiner.examine(message)
-        body = letter.body if letter is not None else None
-        if letter is not None and message.domain is Domain.AGREED and message.sender in before.roster:
-            named = isinstance(body, m.Seal | m.Abort | m.Commit) and body.view == view.digest
-            if named and _find_roster(view, message) not in (before.roster, None):
-                continue
-            whole.setdefault(message.height, {})[message.sender] = (message, named)
-        elif isinstance(body, m.Outcome) and body.final and body.view == view.digest:
-            # Those who sealed this view may have replaced it by another, in a slow path at the height before.
-            roster, _ = rosters.get(message.previous, ((), 0))
-            if message.sender in roster and (roster == before.roster or message.height == before.height - 1):
-                votes.setdefault((message.height, body.round, message.previous), {})[message.sender] = message
-    for place, ballots in votes.items():
-        if len(ballots) >= rosters[place[2]][1]:
-            return tuple(ballots.values())
-    quorum = compute_quorum(config, before)
-    for said in whole.values():
-        naming = sum(named for _, named in said.values())
-        if len(said) == len(before.roster) and naming >= max(len(before.roster) - before.bound, quorum):
-            return tuple(message for message, _ in said.values())
-    return None
-
-
-def find_phase(messages: Iterable[Signed]) -> Phase:
-    """The phase of most of these: of one height, and so of all honest members."""
-    return Counter(message.phase for message in messages).most_common(1)[0][0]
-
-
-def _find_roster(view: View, message: Signed) -> tuple[bytes, ...] | None:
-    """Whose agreed messages these are, as far as the view that they name tells."""
-    if message.phase is Phase.COMMIT:
-        return view.roster
-    records = (x.roster for x in view.attempts if (x.step, x.attempt) == (message.step, message.attempt))
-    return next(records, None)
-
-
 def compute_case_digest(case: m.Accusation | m.Proof) -> bytes:
     return compute_digest("case", encode(case))
-
-
-# ---- What each kind of direct message does
-
-
-def _may_answer(peer: Peer, sender: bytes, kind: type, most: int = _ANSWERS, strangers: int = _ANSWERS) -> bool:
-    """Whether this kind of message has not come too often within ``delta``. No kind uses up what another may need.
-
-    Keys are free, so all that are outside the circle share ``strangers``.
-    """
-    if sender not in peer.circle:
-        sender, most = b"", strangers
-    since, count = peer.answers.get((sender, kind), (-math.inf, 0))
-    if peer.now - since >= peer.config.delta:
-        since, count = peer.now, 0
-    peer.answers[sender, kind] = (since, count + 1)
-    return count < most
-
-
-def _may_send_bytes(peer: Peer, sender: bytes, kind: type) -> bool:
-    members = len(peer.view.roster)
-    return _may_answer(peer, sender, kind, _ANSWERS + members * members // 2, 2 * members)
-
-
-def _on_part(peer: Peer, sender: bytes, message: m.PartChunk) -> Iterable[Effect]:
-    peer.store_part(sender, message)
-    return ()
-
-
-def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Iterable[Effect]:
-    peer.store_aggregate(sender, message)
-    return ()
-
-
-def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
-    if sender not in peer.circle or not _may_answer(peer, sender, m.Certificate):
-        return
-    for signed in message.messages:
-        yield from peer.take(signed)
-    if peer.seeking is not None:
-        height, root, roster = peer.seeking
-        letters: Values = {}
-        for signed in message.messages:
-            letter = peer.examiner.examine(signed) if signed.height == height and signed.run == peer.run else None
-            if letter is not None:
-                letters.setdefault(signed.sender, letter)
-        if all(key in letters for key in roster) and compute_values_root(roster, letters) == root:
-            peer.sought = {key: letters[key] for key in roster}
-
-
-def _on_pull_messages(peer: Peer, sender: bytes, message: m.PullMessages) -> Story:
-    if not _may_answer(peer, sender, m.PullMessages):
-        return
-    page = peer.pages.get(message.height, Page())
-    trials = [letters for key, letters in peer.trials.get(message.height, {}).items() if key in message.senders]
-    found = tuple(x[key].message for x in (page.letters, page.seconds) for key in message.senders if key in x)
-    found += tuple(letter.message for letters in trials for letter in letters.values())
-    if found:
-        yield Send(sender, m.Certificate(found[: m.MAX_MEMBERS]))
-
-
-def _on_pull_part(peer: Peer, sender: bytes, message: m.PullPart) -> Story:
-    place = (message.step, message.attempt, message.owner, message.part)
-    transcript = peer.transcripts.get((message.step, message.attempt))
-    if transcript is None or message.part >= len(transcript.view.roster):
-        return
-    if sender not in peer.circle or not _may_send_bytes(peer, sender, m.PullPart):
-        return  # parts are for those who check them
-    data = peer.get_part(place)
-    if data is not None:
-        yield from send_part(peer, (sender,), place, data)
-
-
-def send_part(peer: Peer, to: tuple[bytes, ...], place: tuple[int, int, bytes, int], data: Piece) -> Story:
-    """A part with the path that ties it to its commitment."""
-    step, attempt, owner, part = place
-    path, size = peer.get_path(place), len(data)
-    for at, piece in cut_chunks(data):
-        yield Broadcast(to, m.PartChunk(step, attempt, owner, part, path, size, at, piece))
-
-
-def _on_pull_aggregate(peer: Peer, sender: bytes, message: m.PullAggregate) -> Story:
-    transcript = peer.transcripts.get((message.step, message.attempt))
-    if transcript is None or message.part >= len(transcript.view.roster):
-        return
-    if not _may_send_bytes(peer, sender, m.PullAggregate):
-        return
-    if peer.has_aggregate(transcript, message.part):
-        data = peer.aggregates[message.step, message.attempt, message.part]
-        yield from send_aggregate((sender,), message.step, message.attempt, message.part, data)
-
-
-def send_aggregate(to: tuple[bytes, ...], step: int, attempt: int, part: int, data: Piece) -> Story:
-    size = len(data)
-    for at, piece in cut_chunks(data):
-        yield Broadcast(to, m.AggregateChunk(step, attempt, part, size, at, piece))
-
-
-def cut_chunks(data: Piece) -> Iterable[tuple[int, bytes]]:
-    """The chunks that these bytes travel in, and where each begins."""
-    if len(data) <= MAX_CHUNK:
-        return ((0, bytes(data)),)
-    view = memoryview(data).toreadonly()
-    # What is on its way is encoded before it is sent: until then a view of it is as good as the bytes.
-    return ((at, cast(bytes, view[at : at + MAX_CHUNK])) for at in range(0, len(data), MAX_CHUNK))
-
-
-def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
-    if message.step > peer.view.step or not _may_answer(peer, sender, m.PullState):
-        return
-    data = yield ReadState(message.step)
-    if data is not None and message.offset < len(data):
-        piece = bytes(data[message.offset : message.offset + MAX_CHUNK])
-        yield Send(sender, m.StateChunk(message.step, len(data), message.offset, piece))
-
-
-def _on_state(peer: Peer, sender: bytes, message: m.StateChunk) -> Story:
-    """The next chunk from the one server that was asked; nothing else is kept."""
-    fetch, most = peer.state, _STATE_BYTES * peer.config.size + MAX_CHUNK
-    if fetch is None or message.size > most:
-        return
-    if (sender, message.step, message.offset) == (fetch.server, fetch.step, len(fetch.data)):
-        fetch.size = message.size
-        fetch.data += message.data
-    yield from ()
-
-
-def _on_pull_proof(peer: Peer, sender: bytes, message: m.PullProof) -> Story:
-    case = peer.cases.get(message.case) if sender in peer.circle else None
-    if case is not None and _may_answer(peer, sender, m.PullProof, 2 * m.MAX_BALLOTS):
-        yield Send(sender, case)
-
-
-def _on_case(peer: Peer, sender: bytes, message: m.Accusation | m.Proof) -> Story:
-    digest = compute_case_digest(message)
-    if ("case", peer.view.step, digest) in peer.asked:  # nothing that nobody asked for
-        peer.cases[digest] = message
-    yield from ()
-
-
-def _on_pull_chain(peer: Peer, sender: bytes, message: m.PullChain) -> Story:
-    if not _may_answer(peer, sender, m.PullChain, 4, 16):
-        return
-    links = [link for link in peer.links if link[0].height > message.height]
-    begun = [epoch for epoch in peer.transcripts.values() if Phase.COMMIT in epoch.phases]
-    latest = max(begun, key=lambda epoch: epoch.view.height, default=None)  # mine, or while gradients are made the last
-    if latest is not None and latest.view.height > max([message.height, *(link[0].height for link in links)]):
-        links.append((latest.view, tuple(letter.message for letter in latest.phases[Phase.COMMIT].values())))
-    found: list[m.Link] = []
-    weight = 0
-    for view, messages in links[: m.MAX_LINKS]:
-        link = m.Link(encode_view(view), messages)
-        weight += len(link.view) + weigh_messages(messages)
-        if found and weight > m.MAX_FRAME // 2:
-            break  # whoever needs more asks again
-        found.append(link)
-    if found:
-        yield Send(sender, m.Chain(tuple(found)))
-
-
-def _on_chain(peer: Peer, sender: bytes, message: m.Chain) -> Story:
-    """Walk from the view we are in to the latest that is certified, each by the roster of the one before."""
-    if sender not in peer.circle or not _may_answer(peer, sender, m.Chain, 8):
-        return
-    view, adopted = peer.base, None
-    for link in message.links:
-        later = decode_view(link.view)
-        if later is None or later.height < view.height or later == view:
-            continue
-        certificate = find_certificate(peer.config, peer.examiner, view, later, link.messages)
-        if certificate is None and later.height > peer.view.height:  # those who started with me may have settled it
-            certificate = find_certificate(peer.config, peer.examiner, peer.view, later, link.messages)
-        if certificate is None:
-            break
-        if view is not peer.base and not peer.member:  # whoever goes on from a view has settled it
-            peer.base = view
-        if is_another_electorate(view, later):
-            peer.remember_link(later, certificate)
-        for signed in certificate:  # whoever has to show later what it goes by must hold it
-            yield from peer.take(signed)
-        epoch = peer.transcripts.get((view.step, view.attempt))
-        view, adopted = later, Lost(later, certificate)
-        if epoch is not None and not adopted.is_final:  # as if I had sealed it myself: it may still be disputed
-            epoch.heights[certificate[0].height] = find_phase(certificate)
-            epoch.sealing = later
-        if adopted.is_final and not peer.member:
-            peer.base = later
-    if adopted is not None and adopted.view != peer.view:
-        above = adopted.view.height > peer.view.height
-        if above or (peer.astray and adopted.view.height == peer.view.height):
-            peer.adopted = adopted
-
-
-def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
-    """Somebody opens a slow path. Whoever is past it shows why it is needless; the others join (``broadcast.py``)."""
-    if sender not in peer.circle or not _may_answer(peer, sender, m.Alarm, 16):
-        return
-    if message.height in peer.finals:
-        yield Send(sender, m.Certificate(peer.finals[message.height]))
-        return
-    for signed in message.evidence:
-        yield from peer.take(signed)
-    epoch = peer.find_epoch(message.height)
-    if epoch is None or not is_valid_alarm(peer.run, peer.examiner, epoch, message):
-        return
-    if message.height >= peer.level:
-        held = peer.alarms.get(message.height)
-        if held is None or held.round < message.round:
-            peer.alarms[message.height] = message
-    elif (message.height, message.round) not in peer.answered_alarms:
-        peer.answered_alarms.add((message.height, message.round))
-        yield from answer_alarm(peer, message)
-
-
-def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:
-    """All messages of the next height are the proof that this one is settled."""
-    here, epoch = peer.find_epoch(alarm.height), peer.find_epoch(alarm.height + 1)
-    page = peer.pages.get(alarm.height + 1)
-    if here is None or peer.key not in here.view.roster or epoch is None or page is None:
-        return  # a member that leaves knows it as well as any other
-    letters = [page.letters[key] for key in epoch.view.roster if key in page.letters]
-    if len(letters) < len(epoch.view.roster):
-        return
-    item = compute_item_digest(letters)
-    endorsement = yield Sign(
-        alarm.height, peer.view.step, peer.view.attempt, Phase.COMMIT, bytes(32), m.Endorsement(alarm.round, item)
-    )
-    relay = m.Relay(tuple(letter.message for letter in letters), (endorsement,))
-    peer.grace = peer.time + 3 * peer.config.delta
-    yield Broadcast(peer.others, m.Gossip(alarm.height, alarm.round, (relay,)))
-
-
-def compute_item_digest(letters: Iterable[Letter]) -> bytes:
-    """The name of an item of the slow path."""
-    return compute_digest("item", *(letter.digest for letter in letters))
-
-
-def weigh_messages(messages: Iterable[Signed]) -> int:
-    """About as many bytes as these messages have, on the wire or in memory."""
-    return sum(_SIGNED_BYTES + len(message.body) for message in messages)
-
-
-def weigh_items(items: Iterable[m.Relay]) -> int:
-    return sum(weigh_messages(relay.messages) + weigh_messages(relay.endorsements) for relay in items)
-
-
-def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
-    near = peer.level - 1 <= message.height <= peer.level + _FUTURE_HEIGHTS
-    if near and message.items and sender in peer.circle:
-        places = [place for place, queues in peer.gossip.items() if sender in queues]
-        place = (message.height, message.round)
-        if place not in places and len(places) >= _ROUNDS:  # of what one member sends the latest rounds are kept
-            oldest = min(places)
-            del peer.gossip[oldest][sender]
-            if not peer.gossip[oldest]:
-                del peer.gossip[oldest]
-        pile = peer.gossip.setdefault(place, {}).setdefault(sender, Pile())
-        held, weight = sum(x[sender].weight for x in peer.gossip.values() if sender in x), weigh_items(message.items)
-        if held + weight <= _GOSSIP_BYTES + len(peer.circle) * _GOSSIP_BYTES_EACH:
-            pile.append(message)
-            pile.weight += weight
-    yield from ()
-
-
-_HANDLERS: dict[type, Callable[[Peer, Any, Any], Iterable[Effect]]] = {
-    m.PartChunk: _on_part,
-    m.AggregateChunk: _on_aggregate,
-    m.StateChunk: _on_state,
-    m.Certificate: _on_certificate,
-    m.Chain: _on_chain,
-    m.Gossip: _on_gossip,
-    m.Alarm: _on_alarm,
-    m.PullMessages: _on_pull_messages,
-    m.PullPart: _on_pull_part,
-    m.PullAggregate: _on_pull_aggregate,
-    m.PullState: _on_pull_state,
-    m.PullProof: _on_pull_proof,
-    m.PullChain: _on_pull_chain,
-    m.Accusation: _on_case,
-    m.Equivocation: _on_case,
-    m.WrongReveal: _on_case,
-    m.WrongOpening: _on_case,
-    m.MalformedBody: _on_case,
-}

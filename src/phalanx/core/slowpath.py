@@ -9,17 +9,18 @@ into the exchange, and name at ``j + 1`` only a root that follows from what they
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.core.crypto import Domain
+from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.messages import Alarm, Phase, SlotOutcome, Timeout
+from phalanx.core.messages import Alarm, Phase, Relay, Signed, SlotOutcome, Timeout
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 
 SEALING = (Phase.SEAL, Phase.ABORT)
 """Phases that only certify a view that is known already: what they hold decides nothing."""
 _AFTER = (Phase.SEAL, Phase.COMMIT)
+_SIGNED_BYTES = 400  # of a message beside its body
 
 
 # ---- What opens a slow path
@@ -62,6 +63,23 @@ def is_timeout(letter: Letter, height: int, round_: int) -> bool:
 
 def misses(letter: Letter, key: bytes) -> bool:
     return isinstance(letter.body, Timeout) and key in letter.body.missing
+
+
+# ---- What is exchanged in it
+
+
+def compute_item_digest(letters: Iterable[Letter]) -> bytes:
+    """The name of an item of the slow path."""
+    return compute_digest("item", *(letter.digest for letter in letters))
+
+
+def weigh_messages(messages: Iterable[Signed]) -> int:
+    """About as many bytes as these messages have, on the wire or in memory."""
+    return sum(_SIGNED_BYTES + len(message.body) for message in messages)
+
+
+def weigh_items(items: Iterable[Relay]) -> int:
+    return sum(weigh_messages(relay.messages) + weigh_messages(relay.endorsements) for relay in items)
 
 
 # ---- How it ends

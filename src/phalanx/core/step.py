@@ -1,8 +1,8 @@
 """One step of training together (the paper's BTARD-SGD, docs/PROTOCOL.md section 5). Read this file first.
 
 ``run_attempt`` goes through the phases once. It returns the view to go on from: of the next step, or of another attempt
-at this one. When a slow path removes somebody in between, :class:`Lost` carries that view instead. ``run_peer`` is a
-peer's whole life: attempts, one after another; a peer that is not (or no longer) a member follows them without a voice.
+at this one. When a slow path removes somebody in between, :class:`Lost` carries that view instead. How an attempt ends
+is in ``conclusion.py``, and how a peer goes from one to the next in ``life.py``.
 """
 
 from __future__ import annotations
@@ -15,27 +15,22 @@ import msgspec
 import torch
 
 from phalanx.core import messages as m
-from phalanx.core.broadcast import agree, join_slow_path
+from phalanx.core.broadcast import agree
 from phalanx.core.checking import (
     ask_part,
     check_case,
     check_commit,
     compute_gradient,
-    count_gradients,
     fetch,
-    fetch_case,
-    fetch_evidence,
     fetch_trial,
     find_fetch_time,
-    is_kept,
-    is_proven,
     make_charge,
     read_aggregates,
 )
+from phalanx.core.conclusion import abort, conclude, confirm, find_vote_time, make_confirm, settle_view
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_commitment, compute_digest
 from phalanx.core.effects import (
-    AdoptState,
     Apply,
     Broadcast,
     ComputeAggregate,
@@ -45,74 +40,30 @@ from phalanx.core.effects import (
     Effect,
     Foresee,
     HashState,
-    HasState,
-    Heard,
-    Keep,
-    KeepMessages,
     Note,
-    Send,
     Sign,
     Story,
-    Undo,
 )
-from phalanx.core.envelope import Examiner
-from phalanx.core.events import (
-    AttemptStarted,
-    Banned,
-    Diverged,
-    Jumped,
-    Left,
-    MarginLost,
-    Removed,
-    RunFinished,
-    StepFinished,
-    Synced,
-)
+from phalanx.core.events import AttemptStarted
+from phalanx.core.handlers import send_aggregate, send_part
 from phalanx.core.justice import (
     UNKNOWN,
-    Case,
-    Decision,
-    Offence,
-    decide,
     decide_aggregates,
     decide_openings,
     decide_reports,
-    find_distant,
     find_offenders,
     find_requests,
     find_served,
-    follow_resolution,
-    is_changed,
-    is_received,
-    make_agenda,
     make_closing_agenda,
-    make_next,
-    make_retry,
 )
-from phalanx.core.membership import (
-    View,
-    compute_batch_seed,
-    compute_quorum,
-    decode_view,
-    encode_view,
-    find_last,
-    foresee_duties,
-    is_another_electorate,
-    make_genesis,
-)
+from phalanx.core.membership import View, compute_batch_seed, find_last, foresee_duties
 from phalanx.core.merkle import compute_paths, hash_part
-from phalanx.core.messages import Message, Phase, Rule, Verdict
+from phalanx.core.messages import Phase, Rule, Verdict
+from phalanx.core.opening import fetch_opened, find_opening_time, open_parts
 from phalanx.core.partition import join_parts, split_parts
-from phalanx.core.peer import Lost, Own, Peer, StateFetch, compute_case_digest, send_aggregate, send_part
-from phalanx.core.slowpath import Resolution
+from phalanx.core.peer import Own, Peer
 from phalanx.core.transcript import Transcript, Values
-from phalanx.core.verification import (
-    ACCUSER_MARGIN,
-    compute_column,
-    is_same_report,
-    projection_seeds,
-    read_stack,
-)
+from phalanx.core.verification import ACCUSER_MARGIN, compute_column, is_same_report, projection_seeds, read_stack
 
 
 def run_attempt(peer: Peer) -> Story:
@@ -345,60 +296,6 @@ def forget_rows(peer: Peer) -> None:
         peer.rows = None
 
 
-def open_parts(peer: Peer, own: Own, requests: set[tuple[int, int]]) -> Story:
-    """Broadcast the parts that aggregators miss; collect those of others. Returns what did not come."""
-    view = peer.view
-    for owner, part in sorted(requests):
-        if view.roster[owner] == peer.key and peer.contributes:
-            data, path = own.parts[view.attempt][part], own.paths[view.attempt][part]
-            body = m.Opening(part, hash_part(data), path)
-            opening = yield Sign(peer.level, view.step, view.attempt, Phase.AGGREGATE, peer.root, body)
-            yield Broadcast(peer.others, opening)
-            yield from send_part(peer, peer.others, (view.step, view.attempt, peer.key, part), data)
-    places = {(view.step, view.attempt, view.roster[i], j): (i, j) for i, j in requests}
-
-    def ask() -> Iterable[Effect]:
-        for place in places:
-            if not peer.has_part(place):
-                yield from ask_part(peer, place, peer.others)
-
-    peer.asked |= {("part", *place, key) for place in places for key in (place[2],)}
-    until = peer.entered + find_opening_time(peer.config, 1)
-    yield from fetch(peer, lambda: all(map(peer.has_part, places)), ask, until)
-    find_wrong_openings(peer)
-    unopened = sorted(pair for place, pair in places.items() if not peer.has_part(place))
-    return tuple(unopened[: m.MAX_OPENINGS])  # everybody names the same ones
-
-
-def find_opening_time(config: Config, rounds: int) -> float:
-    """Seconds until a part that was opened is here: 3 delta until all know that it is asked for, and a round trip."""
-    return rounds * (6 * config.delta + config.transfer_time)
-
-
-def fetch_opened(peer: Peer, requests: set[tuple[int, int]]) -> Story:
-    """What was opened so late that only others have it is still to be had from them: the more time is mine alone."""
-    view = peer.view
-    mine = [(view.step, view.attempt, view.roster[i], j) for i, j in requests if peer.member and j == peer.index]
-
-    def ask() -> Iterable[Effect]:
-        for place in mine:
-            if not peer.has_part(place):
-                yield from ask_part(peer, place, peer.others)
-
-    until = peer.entered + find_opening_time(peer.config, 2)
-    yield from fetch(peer, lambda: all(map(peer.has_part, mine)), ask, until)
-
-
-def find_wrong_openings(peer: Peer) -> None:
-    """E3: a signed opening that does not lead to the committed root is a proof."""
-    commits = peer.transcript.phases[Phase.COMMIT]
-    for (step, attempt, owner, _), letter in peer.openings.items():
-        if (step, attempt) == (peer.view.step, peer.view.attempt) and owner in commits and owner not in peer.proofs:
-            proof = m.WrongOpening(commits[owner].message, letter.message)
-            if is_proven(peer.run, peer.examiner, proof):
-                peer.keep_proof(owner, proof)
-
-
 # ---- REVEAL and REPORT
 
 
@@ -512,7 +409,7 @@ def is_lacking(transcript: Transcript) -> bool:
     return any(isinstance(x.body, m.Report) and x.body.lacking for x in transcript.phases[Phase.REPORT].values())
 
 
-# ---- CONFIRM and what follows
+# ---- Before CONFIRM
 
 
 def look_ahead(peer: Peer) -> Story:
@@ -606,331 +503,3 @@ def check_reports(peer: Peer) -> list[m.Accusation]:
                 )
             )
     return found
-
-
-_ORDER = {Rule.REPORT: 0, Rule.GRADIENT: 1}
-"""Of accusations, where not all fit the agenda: who does not name those who lie about its part may be taken for one."""
-
-
-def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation], *, blind: bool = False) -> m.Confirm:
-    view = peer.view
-    digests = []
-    charges = [charge for charge in (*accusations, *peer.charges) if is_kept(view, charge.step, charge.attempt)]
-    for charge in sorted(charges, key=lambda charge: _ORDER.get(charge.rule, 2)):
-        digest = compute_case_digest(charge)
-        peer.cases[digest] = charge
-        digests.append(digest)
-    digests += [digest for accused, digest in sorted(peer.proofs.items()) if accused in peer.circle]
-    known = {*view.roster, *view.banned, *(candidate.key for candidate in view.candidates)}
-    joins = sorted(key for key in peer.joins if key not in known)
-    if len(joins) > m.MAX_CASES:  # everybody lists the same ones
-        joins = sorted(sorted(joins, key=lambda key: compute_digest("join", view.randomness, key))[: m.MAX_CASES])
-    late = tuple(sorted(key for key in peer.late if key in view.roster))
-    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving, blind)
-
-
-def confirm(peer: Peer, body: m.Confirm, work: float = 0.0) -> Story:
-    """CONFIRM. Whoever accuses must be able to show its evidence, also after a crash."""
-    peer.late -= {*body.late}  # who is late from now on is in my next
-    if peer.member and body.accusations:
-        cases = tuple(peer.cases[digest] for digest in body.accusations)
-        yield KeepMessages(peer.level + 1, Heard.CASES, cases)
-    return (yield from agree(peer, Phase.CONFIRM, body, work))
-
-
-def conclude(peer: Peer, state: bytes) -> Story:
-    """VOTE if there is something to vote on, decide, and SEAL if the roster changes."""
-    config, transcript = peer.config, peer.transcript
-    agenda = make_agenda(config, transcript)
-    if agenda:
-        ballots, unopened = yield from make_ballots(peer, agenda)
-        held = tuple(peer.cases[case.digest] for case in agenda if case.digest in peer.cases)
-        if peer.member and held:  # whoever votes must be able to show on what
-            yield KeepMessages(peer.level + 1, Heard.CASES, held)
-        yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=find_vote_time(peer, agenda))
-        offenders = find_offenders(config, transcript, Phase.VOTE)
-        if offenders.banned:
-            return (yield from abort(peer, offenders))
-        for case in agenda:
-            if case.accusers and is_received(config, transcript, case):
-                yield from fetch_case(peer, case, math.inf)
-    decision = decide(config, transcript, agenda, peer.cases)
-    voted = {case.digest for case in agenda}
-    peer.charges = [charge for charge in peer.charges if compute_case_digest(charge) not in voted]
-    if not peer.member:
-        peer.late.clear()
-    view = make_next(config, transcript, decision, peer.level + 1, peer.root)
-    if not is_changed(peer.view, view):
-        return view, True
-    view = msgspec.structs.replace(view, height=peer.level + 2)
-    transcript.offences, transcript.removals = decision.banned, decision.removed
-    if peer.member and decision.state is not None and decision.state != state:
-        yield Note(Diverged(peer.view.step))
-    yield from seal(peer, Phase.SEAL, m.Seal(view.digest), view)
-    yield from announce(peer, decision)
-    return view, False
-
-
-def find_vote_time(peer: Peer, agenda: tuple[Case, ...]) -> float:
-    """Seconds that the verdicts on an agenda may take."""
-    config = peer.config
-    each = config.gradient_time + find_fetch_time(config)
-    return (1 + count_gradients(peer, agenda)) * each + 2 * config.transfer_time + 12 * config.delta
-
-
-def make_ballots(peer: Peer, agenda: tuple[Case, ...]) -> Story:
-    """My verdict on every case; for V3, everybody's part is opened first."""
-    view, config = peer.view, peer.config
-    unopened: tuple[tuple[int, int], ...] = ()
-    if any(case.part is not None for case in agenda):
-        distant = find_distant(config, peer.transcript)
-        requests = {(view.roster.index(key), part) for key in peer.duties.contributors for part in distant}
-        unopened = yield from open_parts(peer, peer.own.get(view.step) or Own(b""), requests)
-    yield from fetch_evidence(peer, agenda)
-    peer.waits.clear()
-    peer.bearers = find_bearers(peer, agenda)
-    until = peer.time
-    ballots = []
-    for case in agenda:
-        verdict = (yield from check_case(peer, case, until)) if peer.member else Verdict.NOT_RECEIVED
-        ballots.append(m.Ballot(case.digest, verdict))
-    peer.bearers = {}
-    return tuple(ballots), unopened
-
-
-def find_bearers(peer: Peer, agenda: tuple[Case, ...]) -> dict[tuple[int, int, bytes], set[bytes]]:
-    """Who says that a commit is wrong, and so has its bytes, by step, attempt and sender."""
-    found: dict[tuple[int, int, bytes], set[bytes]] = {}
-    for case in agenda:
-        charge = peer.cases.get(case.digest)
-        if isinstance(charge, m.Accusation) and charge.rule is Rule.GRADIENT:
-            found.setdefault((charge.step, charge.attempt, charge.accused), set()).update(case.accusers)
-    return found
-
-
-def abort(peer: Peer, decision: Decision) -> Story:
-    """End this attempt together, without the culprits."""
-    view = make_retry(peer.config, peer.transcript, decision, peer.level + 2, peer.root)
-    peer.transcript.offences, peer.transcript.removals = decision.banned, decision.removed
-    culprits = tuple(sorted((*decision.banned, *decision.removed)))
-    yield from seal(peer, Phase.ABORT, m.Abort(culprits, view.digest), view)
-    yield from announce(peer, decision)
-    return view, False
-
-
-def seal(peer: Peer, phase: Phase, body: m.Seal | m.Abort, view: View) -> Story:
-    peer.transcript.sealing = view
-    letters = yield from agree(peer, phase, body)
-    if is_another_electorate(peer.view, view):
-        peer.remember_link(view, tuple(letter.message for letter in letters.values()))
-
-
-def announce(peer: Peer, decision: Decision) -> Story:
-    """Tell the outside who went, and why."""
-    at = peer.view.step
-    for key, offence in decision.banned.items():
-        yield Note(Banned(key, offence.rule, offence.step, at, offence.reason, offence.evidence, offence.case))
-    for key, reason in decision.removed.items():
-        yield Note(Removed(key, at, reason))
-
-
-def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resolution) -> View | None:
-    """The view after a slow path at ``height``."""
-    config, phase = peer.config, transcript.heights[height]
-    concluded = transcript.sealing if phase in (Phase.SEAL, Phase.ABORT) else None
-    if concluded is None and resolution.stands and resolution.values is not None:
-        closed = Transcript(
-            transcript.view,
-            transcript.duties,
-            {**transcript.phases, phase: resolution.values},
-            {**transcript.heights, height: phase},
-            randomness=transcript.randomness,
-        )
-        agenda = make_agenda(config, closed)
-        needed = {case.digest for case in agenda if case.accusers and is_received(config, closed, case)}
-        peer.lacking = needed - peer.cases.keys()
-        if peer.lacking:
-            return None
-        decision = decide(config, closed, agenda, peer.cases)
-        transcript.offences, transcript.removals = decision.banned, decision.removed
-        concluded = make_next(config, closed, decision, height + 1, bytes(32))
-    return follow_resolution(config, transcript, height, resolution, concluded)
-
-
-# ---- A peer's life
-
-
-def run_peer(
-    config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None, heard: Iterable[Message] = ()
-) -> Story:
-    """Take part until the run ends. ``kept`` and ``heard`` are on disk if this peer has been here before."""
-    peer = make_peer(config, key, examiner, kept, heard)
-    return run_made_peer(peer, returning=kept is not None or key not in config.founders)
-
-
-def make_peer(
-    config: Config, key: bytes, examiner: Examiner, kept: bytes | None = None, heard: Iterable[Message] = ()
-) -> Peer:
-    """A peer before its life begins: at the view kept, or with the founders; it knows the messages it ``heard``.
-
-    Set :attr:`Peer.revived` if it has signed anything before.
-    """
-    view = (decode_view(kept) if kept is not None else None) or make_genesis(config)
-    peer = Peer(config, key, examiner, view, follow)
-    peer.recall(heard)
-    return peer
-
-
-def run_made_peer(peer: Peer, returning: bool) -> Story:
-    """A peer's life. One that is ``returning`` asks first how far the others are."""
-    config, view = peer.config, peer.view
-    yield from peer.receive(float("-inf"))  # what time is it?
-    peer.enter(view)
-    peer.join = join_slow_path
-    riding = settled = False
-    while True:
-        try:
-            settled = False
-            if returning:
-                returning = False
-                yield from catch_up(peer)
-            yield from prepare(peer)
-            if peer.view.step < config.steps:
-                view, riding = yield from run_attempt(peer)
-            elif peer.view.suspects:
-                view, riding = yield from run_closing(peer)
-            else:
-                return (yield from linger(peer))
-        except Lost as lost:
-            view, riding, settled = lost.view, False, lost.is_final
-            if peer.riding and view.step >= peer.view.step:
-                yield Note(StepFinished(peer.view.step - 1, view))
-            if is_another_electorate(peer.view, view):
-                peer.remember_link(view, lost.messages)
-            yield from announce_lost(peer, lost)
-        before = peer.view
-        peer.enter(view, riding=riding)
-        if view.step <= before.step:
-            yield Undo(view.step)
-        if settled:
-            peer.base = view
-            yield Keep(encode_view(view), view.height)
-        if not riding and view.step > before.step:
-            yield Note(StepFinished(view.step - 1, view))
-        if peer.duties.margin:
-            yield Note(MarginLost(view.step, peer.duties.margin))
-
-
-def settle_view(peer: Peer) -> Story:
-    """COMMIT is complete: everybody starts from this view, and what the step before led to is settled for ever."""
-    fresh, peer.base = peer.base != peer.view, peer.view
-    if fresh:
-        yield Keep(encode_view(peer.view), peer.view.height)
-    if peer.riding:
-        peer.riding = False
-        yield Note(StepFinished(peer.view.step - 1, peer.view))
-    if peer.leaving and not peer.member:
-        if is_needed(peer):  # whoever has all these goes on, and disputes nothing
-            letters = next(iter(peer.transcript.phases.values()))
-            yield Broadcast(peer.others, m.Certificate(tuple(letter.message for letter in letters.values())))
-            yield from fetch(peer, lambda: False, tuple, peer.time + find_slow_time(peer))
-        yield Note(Left(peer.view))
-
-
-def is_needed(peer: Peer) -> bool:
-    """Whether those who stay may lack a quorum without me if the seal of my leaving is disputed."""
-    epoch = peer.find_epoch(peer.view.height - 1)
-    if epoch is None or peer.key not in epoch.view.roster:
-        return False
-    staying = sum(key in peer.view.roster for key in epoch.view.roster)
-    return staying - epoch.view.bound - peer.config.outages < compute_quorum(peer.config, epoch.view)
-
-
-def find_slow_time(peer: Peer) -> float:
-    """Seconds in which whoever opens a slow path has settled it."""
-    return (8 + 2 * (peer.view.bound + 2)) * peer.config.delta
-
-
-def announce_lost(peer: Peer, lost: Lost) -> Story:
-    """Who is missing in the view that a slow path led to, and why."""
-    view, epoch = lost.view, lost.epoch
-    if epoch is None:
-        yield Note(Jumped(view))
-        return
-    for key in sorted(set(view.banned) - set(epoch.view.banned)):
-        offence = epoch.offences.get(key) or find_equivocation(peer, epoch, key, lost)
-        yield Note(Banned(key, offence.rule, offence.step, view.step, offence.reason, offence.evidence, offence.case))
-    for key in sorted(set(epoch.view.roster) - set(view.roster) - set(view.banned)):
-        yield Note(Removed(key, view.step, epoch.removals.get(key, "silent, late or astray")))
-
-
-def find_equivocation(peer: Peer, epoch: Transcript, key: bytes, lost: Lost) -> Offence:
-    """The two messages that a slow path brought to light; without them, what its quorum signed."""
-    pages = [page for height, page in sorted(peer.pages.items()) if height >= epoch.view.height and key in page.seconds]
-    case = m.Equivocation(pages[-1].letters[key].message, pages[-1].seconds[key].message) if pages else None
-    evidence = (case.first, case.second) if case is not None else lost.messages
-    return Offence(Rule.EQUIVOCATION, epoch.view.step, "signed two messages at one height", evidence, case)
-
-
-def catch_up(peer: Peer) -> Story:
-    """Ask for the views that followed the one I know; :class:`Lost` brings the latest."""
-    yield Broadcast(peer.others, m.PullChain(peer.base.height))
-    end = peer.time + 2 * peer.config.delta
-    while peer.time < end:
-        yield from peer.listen(end)
-
-
-def prepare(peer: Peer) -> Story:
-    """Hold the state that the view starts from; ask to join if I am not in."""
-    view = peer.view
-    if not peer.member and not peer.leaving and key_may_ask(peer):
-        join = yield Sign(view.height, view.step, view.attempt, Phase.COMMIT, bytes(32), m.Join(view.previous, "any"))
-        yield Broadcast(peer.others, join)
-    if (yield HasState(view.step, view.state)):
-        return
-    while True:
-        server = min(peer.others, key=lambda key: (peer.failures.get(key, 0), compute_digest("server", peer.key, key)))
-        peer.failures[server] = peer.failures.get(server, 0) + 1  # taken back below if it serves well
-        data = yield from fetch_state(peer, server)
-        if data is not None and (yield AdoptState(view.step, view.state, data)):
-            peer.failures[server] = 0
-            peer.forget_gradients()
-            yield Note(Synced(view.step, view.state))
-            return
-        yield Broadcast(peer.others, m.PullChain(peer.base.height))  # we may be too late for this one
-
-
-def key_may_ask(peer: Peer) -> bool:
-    view = peer.view
-    return peer.key not in view.banned and all(candidate.key != peer.key for candidate in view.candidates)
-
-
-def fetch_state(peer: Peer, server: bytes) -> Story:
-    """The state in chunks from one member; what it is worth shows when it is whole."""
-    peer.state = state = StateFetch(peer.view.step, server)
-    soon = peer.time + 4 * peer.config.delta
-    until = soon + peer.config.transfer_time
-    while peer.time < (until if state.size is not None else soon):
-        got = len(state.data)
-        if state.size is not None and got >= state.size:
-            peer.state = None  # whoever takes the bytes holds them: nothing more may come
-            return state.data
-        yield Send(server, m.PullState(state.step, got))
-        end = min(until, peer.time + 2 * peer.config.delta)
-        while peer.time < end and len(state.data) == got and state.size != got:
-            yield from peer.listen(end)
-    return None
-
-
-def linger(peer: Peer) -> Story:
-    """The run is over: answer those who are not as far."""
-    if not peer.member and peer.base != peer.view:  # what is only sealed may be replaced: those who voted would know
-        end = peer.time + find_slow_time(peer)
-        yield from fetch(
-            peer, lambda: False, lambda: (Broadcast(peer.choose_some(), m.PullChain(peer.base.height)),), end
-        )
-    yield Note(RunFinished(peer.view))
-    end = peer.time + 60 * peer.config.delta
-    while peer.time < end:
-        yield from peer.listen(end)
-    return peer.view

@@ -17,8 +17,8 @@ from phalanx.core.config import Config
 from phalanx.core.crypto import Domain, Signer, compute_digest
 from phalanx.core.effects import Story
 from phalanx.core.events import Left, RunFinished
+from phalanx.core.life import make_peer, run_made_peer
 from phalanx.core.peer import Peer
-from phalanx.core.step import make_peer, run_made_peer
 from phalanx.network.disk import Disk
 from phalanx.network.ideal import IdentityExaminer, make_signers, make_stranger
 from phalanx.network.simulated import Links, Skew, StoryFailed, World

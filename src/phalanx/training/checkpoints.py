@@ -21,6 +21,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.core.certificates import find_certificate
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_digest
 from phalanx.core.envelope import Examiner
@@ -28,7 +29,6 @@ from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.membership import decode_view, make_genesis
 from phalanx.core.memory import Epoch, Link, Memory, Notes
 from phalanx.core.messages import Confirm, Phase
-from phalanx.core.peer import find_certificate
 from phalanx.training.optimizers import State, compute_state_digest
 
 FOLDER = "checkpoints"

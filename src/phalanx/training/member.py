@@ -24,11 +24,11 @@ from phalanx.core.effects import Leave, Story
 from phalanx.core.envelope import Examiner
 from phalanx.core.errors import LocalError
 from phalanx.core.justice import LEFT, find_leaving
+from phalanx.core.life import make_peer, run_made_peer
 from phalanx.core.membership import View, compute_batch_seed, compute_quorum, encode_view
 from phalanx.core.memory import Link, Memory, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase, PullChain
 from phalanx.core.peer import Peer
-from phalanx.core.step import make_peer, run_made_peer
 from phalanx.core.wire import WIRE_TYPES
 from phalanx.events import Event
 from phalanx.network.disk import JOURNAL_HEIGHTS

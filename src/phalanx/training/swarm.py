@@ -20,11 +20,11 @@ from phalanx.core.effects import Story
 from phalanx.core.envelope import Verify
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.justice import LEFT
+from phalanx.core.life import make_peer, run_made_peer
 from phalanx.core.membership import View, compute_batch_seed, encode_view
 from phalanx.core.memory import Epoch, Memory, Notes, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase
 from phalanx.core.peer import Peer
-from phalanx.core.step import make_peer, run_made_peer
 from phalanx.network.disk import Disk
 from phalanx.network.ideal import IdentityExaminer
 from phalanx.network.simulated import Links, StoryFailed, World
