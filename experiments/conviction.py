@@ -6,7 +6,9 @@ docs/PROTOCOL.md, section 9, predicts a conviction after ``1 / p`` steps on aver
 
 prints, for (n, b, m) = (8, 3, 1), (16, 7, 1), (16, 4, 2), the mean of (step of the convicted gradient - first step of
 the attack + 1), its standard error, and the prediction. With ``--silent`` the attacker falls silent whenever a gradient
-that it cheated with is about to be checked. Exit 1 if a mean is more than three standard errors off.
+that it cheated with is about to be checked. Everything it committed to of late is checked then; what counts is the
+gradient that was drawn, not one that it sent in the attempt that its silence ended, and that was never applied. Exit 1
+if a mean is more than three standard errors off.
 """
 
 from __future__ import annotations
@@ -55,10 +57,13 @@ class Cheat(Attack):
 
     def _is_drawn(self, insider: Insider) -> bool:
         cheated = insider.notes.get("cheated", ())
-        return any(
-            check.target == insider.key and check.checker not in insider.plot.keys and check.step in cheated
+        drawn = [
+            check.step
             for check in insider.duties.checks
-        )
+            if check.target == insider.key and check.checker not in insider.plot.keys and check.step in cheated
+        ]
+        insider.plot.notes.setdefault("drawn", []).extend(drawn)
+        return bool(drawn)
 
     def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
         if self.hides and (insider.notes.get("hidden") or self._is_drawn(insider)):
@@ -109,7 +114,9 @@ def run_once(job: tuple[int, int, int, float, bool, int]) -> int | None:
 
         world.add(signer.key, signer, Bowl(SIZE), start)
     world.run(stop=lambda: bool(convicted), until=2e5)
-    return convicted[0] - START + 1 if convicted else None
+    if not convicted:
+        return None
+    return (plot.notes["drawn"][0] if silent else convicted[0]) - START + 1
 
 
 def predict(n: int, b: int, m: int, share: float) -> float:

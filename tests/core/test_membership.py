@@ -21,6 +21,7 @@ from phalanx.core.membership import (
     Committed,
     Complaint,
     Count,
+    Pair,
     Suspect,
     View,
     compute_batch_seed,
@@ -75,6 +76,12 @@ def ban(*keys: bytes) -> Changes:
 
 def remove(*keys: bytes) -> Changes:
     return Changes(removed=frozenset(keys))
+
+
+def part(*pairs: tuple[bytes, bytes]) -> Changes:
+    """Those go together who kept naming each other."""
+    gone = frozenset(key for pair in pairs for key in pair)
+    return Changes(removed=gone, pairs=frozenset(Pair(*sorted(pair)) for pair in pairs))
 
 
 # ---- Duties
@@ -276,24 +283,127 @@ def test_bound_is_never_below_what_may_be_byzantine(actions: list[tuple[str, int
     config = make_config(7, 2)
     view, strangers = make_genesis(config), itertools.count(100)
     for action, choice in actions:
-        doubts, gone = view.doubts, [count.key for count in view.absences if count.key not in view.roster]
+        before, gone = view, [count.key for count in view.absences if count.key not in view.roster]
         member = view.roster[choice % len(view.roster)]
-        expected = doubts
         if action == "ban" and len(view.roster) > 3:
-            view, expected = go(config, view, ban(member)), max(0, doubts - 1)
+            view = go(config, view, ban(member))
         elif action == "remove" and len(view.roster) > 3:
             view = go(config, view, remove(member))
         elif action == "admit":
-            view, expected = admit(config, view, make_key(next(strangers))), doubts + 1
+            view = admit(config, view, make_key(next(strangers)))
         elif action == "return" and gone:
             view = admit(config, view, gone[choice % len(gone)])
         elif action == "ban gone" and gone:
-            view, expected = go(config, view, ban(gone[choice % len(gone)])), max(0, doubts - 1)
+            view = go(config, view, ban(gone[choice % len(gone)]))
+        banned, new = {*view.banned} - {*before.banned}, {*view.roster} - {*before.roster} - {*gone}
+        expected = max(0, before.doubts - len(banned)) + len(new)
         assert view.doubts == expected
         assert view.bound == min(2, expected)
+        assert action != "return" or {*view.roster} > {*before.roster} or not gone, "nobody waits who raises nothing"
         assert not set(view.roster) & set(view.banned)
         assert len(set(view.roster)) == len(view.roster)
         assert sorted(view.order) == sorted(view.roster)
+
+
+@pytest.mark.parametrize("pairs", range(1, 4))
+def test_pairs_lower_the_bound_as_far_as_honest_members_must_be_more(pairs: int) -> None:
+    """Each takes one of either kind along: were the bound to stay, the honest ones left could decide nothing."""
+    config = make_config(9, 3, validators=2)
+    view = go(config, make_genesis(config), part(*zip(config.founders[:pairs], config.founders[3:], strict=False)))
+    honest = 6 - pairs
+    assert 3 - pairs <= view.bound < honest
+    assert view.bound == min(3, (9 - 2 * pairs - 1) // 2)
+    assert view.doubts == 3, "they may come back"
+
+
+def test_a_pair_does_not_lower_a_bound_that_the_roster_bears() -> None:
+    """It may be that neither could reach the other, and both are honest."""
+    config = make_config(9, 2)
+    view = go(config, make_genesis(config), part(config.founders[:2]))
+    assert (view.bound, len(view.pairs)) == (2, 1)
+    assert go(config, view, ban(config.founders[0])).pairs == (), "the one that was Byzantine is known"
+
+
+def test_one_of_a_pair_waits_for_the_other_where_the_majority_is_at_stake() -> None:
+    config = make_config(6, 2)
+    one, other = config.founders[:2]
+    view = go(config, make_genesis(config), part((one, other)))
+    assert (len(view.roster), view.bound) == (4, 1)
+    waiting = admit(config, view, one)
+    assert waiting.roster == view.roster
+    assert [candidate.key for candidate in waiting.candidates] == [one]
+    alone = go(config, waiting, served={one}, joins=[other])
+    assert alone.roster == view.roster
+    assert {candidate.key for candidate in alone.candidates} == {one, other}, "who waits keeps nobody out"
+    candidates = tuple(change(c, served=c.term) for c in alone.candidates)
+    both = go(config, change(alone, candidates=candidates), served={one, other})
+    assert set(both.roster) == set(config.founders)
+    assert (both.bound, both.pairs, both.candidates) == (2, (), ())
+
+
+def test_one_of_a_pair_comes_back_alone_where_there_is_room() -> None:
+    config = make_config(7, 2)
+    view = go(config, make_genesis(config), part(config.founders[:2]))
+    view = admit(config, view, config.founders[0])
+    assert (len(view.roster), view.bound, view.pairs) == (6, 2, ())
+    assert len(admit(config, view, config.founders[1]).roster) == 7
+
+
+def test_one_of_a_pair_comes_back_with_somebody_else() -> None:
+    """Who fell silent, and was removed alone, makes up for it."""
+    config = make_config(6, 2)
+    one, other, third = config.founders[:3]
+    view = go(config, go(config, make_genesis(config), part((one, other))), remove(third))
+    assert one not in admit(config, view, one).roster
+    assert {one, third} <= {*admit(config, view, one, third).roster}
+
+
+def test_who_was_removed_alone_comes_back_however_few_are_left() -> None:
+    config = make_config(8, 3)
+    view = go(config, make_genesis(config), remove(*config.founders[:5]))
+    assert admit(config, view, config.founders[0]).roster == (*view.roster, config.founders[0])
+
+
+def test_a_stranger_waits_where_it_could_make_attackers_half() -> None:
+    config = make_config(6, 2)
+    view = go(config, go(config, make_genesis(config), ban(config.founders[0])), remove(config.founders[1]))
+    view = go(config, view, remove(config.founders[2]))
+    assert (len(view.roster), view.bound) == (3, 1)
+    assert admit(config, view, make_key(50)).roster == view.roster
+    assert len(admit(config, view, make_key(50), make_key(51)).roster) == 5
+
+
+def test_who_waits_to_be_let_in_and_does_not_serve_on_is_forgotten() -> None:
+    config = make_config(6, 2)
+    one, other = config.founders[:2]
+    view = admit(config, go(config, make_genesis(config), part((one, other))), one)
+    for _ in range(20):
+        assert one not in view.roster
+        view = go(config, view)
+    assert view.candidates == ()
+
+
+@given(st.data())
+@properties
+def test_attackers_who_take_others_along_never_become_half(data: st.DataObject) -> None:
+    """Attackers choose who pairs off with whom, and who comes back when; honest members go only in pairs."""
+    members, safe = data.draw(st.integers(4, 12)), data.draw(st.booleans())
+    byzantine = (members - 1) // 3 if safe else (members - 2) // 2
+    config = make_config(members, byzantine, partition_safe=safe)
+    attackers, view = {*config.founders[:byzantine]}, make_genesis(config)
+    for _ in range(data.draw(st.integers(1, 12))):
+        inside = [key for key in view.roster if key in attackers]
+        honest = [key for key in view.roster if key not in attackers]
+        if inside and data.draw(st.booleans()):
+            count = data.draw(st.integers(1, min(len(inside), len(honest))))
+            view = go(config, view, part(*zip(inside[:count], honest[:count], strict=True)))
+        else:
+            out = sorted({*config.founders} - {*view.roster})
+            back = data.draw(st.lists(st.sampled_from(out), unique=True)) if out else []
+            view = admit(config, view, *back)
+        inside = [key for key in view.roster if key in attackers]
+        assert len(inside) <= view.bound < len(view.roster) - len(inside)
+        assert len(view.roster) - len(inside) >= compute_quorum(config, view), "honest members are enough"
 
 
 # ---- Suspects
@@ -514,7 +624,7 @@ def test_other_encoding_of_a_view_is_no_view() -> None:
     """A digest must name one view: integers in more bytes than needed would give it a second one."""
     view = make_genesis(make_config())
     data = encode_view(view)
-    assert data[:3] == b"\xdc\x00\x17", "an array of 23 fields, step 0 first"
+    assert data[:3] == b"\xdc\x00\x18", "an array of 24 fields, step 0 first"
     assert data[3] == 0
     longer = data[:3] + b"\xcc\x00" + data[4:]
     assert msgspec.msgpack.decode(longer, type=View) == view

@@ -773,7 +773,7 @@ bug(
 )
 bug(
     "a ban does not lower the bound",
-    ("remove_members", "bound=min(config.byzantine, max(0, view.doubts - len(fresh)))", "bound=view.bound"),
+    ("remove_members", "bound=compute_bound(config, len(roster), doubts, len(pairs))", "bound=view.bound"),
     peers=5,
     steps=3,
     attackers=("wrong_reveal",),
@@ -807,7 +807,7 @@ bug(
 )
 bug(
     "one step of probation is enough",
-    ("_advance_candidates", "if candidate.served >= candidate.term:", "if candidate.served >= 1:"),
+    ("_advance_candidates", "if candidate.served >= candidate.term]", "if candidate.served >= 1]"),
     peers=5,
     steps=8,
     attackers=(),
@@ -819,8 +819,8 @@ bug(
     "steps of probation count that nobody saw",
     (
         "_advance_candidates",
-        "more = (candidate.key in served) - (candidate.key in unshown)",
-        "more = 1",
+        "served=c.served + (c.key in served) - (c.key in unshown)",
+        "served=c.served + 1",
     ),
     peers=5,
     steps=9,

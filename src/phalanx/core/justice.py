@@ -20,6 +20,7 @@ from phalanx.core.membership import (
     Caught,
     Changes,
     Complaint,
+    Pair,
     Suspect,
     View,
     find_last,
@@ -79,6 +80,8 @@ class Decision:
     """By step and attempt: aggregators who let a wrong report pass, and whose."""
     excused: set[bytes] = field(default_factory=set)
     """Members who may know of lies that nobody was convicted of: no vote came of what they said."""
+    pairs: set[Pair] = field(default_factory=set)
+    """Of those who are removed: who kept naming each other."""
     cut: set[bytes] = field(default_factory=set)
     """Members that named more liars than fit the agenda."""
 
@@ -97,7 +100,7 @@ class Decision:
         return bool(self.failed or self.banned or self.removed)
 
     def get_changes(self, late: frozenset[bytes] = frozenset()) -> Changes:
-        return Changes(frozenset(self.banned), frozenset(self.removed), late)
+        return Changes(frozenset(self.banned), frozenset(self.removed), late, frozenset(self.pairs))
 
 
 # ---- One phase
@@ -665,6 +668,7 @@ def _decide_complaints(config: Config, transcript: Transcript, decision: Decisio
     for pair, count in sorted(pairs.items(), key=lambda item: sorted(item[0])):
         if count >= config.complaints and not pair & gone:  # whoever takes one along takes nobody else
             gone |= pair
+            decision.pairs.add(Pair(*sorted(pair)))
             for key in sorted(pair):
                 decision.remove(key, "a pair that keeps naming each other")
 

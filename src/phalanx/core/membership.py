@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from phalanx.core.config import KEPT_STEPS, AutomaticTau, Config
 from phalanx.core.crypto import compute_digest
-from phalanx.core.messages import MAX_MEMBERS
+from phalanx.core.messages import MAX_CASES, MAX_MEMBERS
 from phalanx.core.randomness import Stream, derive_seed
 
 _MOST_MISSED = 12  # commits of a probationer; who is late once misses two
@@ -52,6 +52,13 @@ class Candidate(_Record, frozen=True):
     since: int
     term: int
     served: int
+
+
+class Pair(_Record, frozen=True):
+    """Two who left together because they kept naming each other: one of them is Byzantine, and nobody knows which."""
+
+    one: bytes
+    other: bytes
 
 
 class Check(_Record, frozen=True):
@@ -132,6 +139,8 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     absences: tuple[Count, ...]
     """Former members, and how often each was removed."""
     complaints: tuple[Complaint, ...]
+    pairs: tuple[Pair, ...]
+    """Pairs of which neither is back."""
     candidates: tuple[Candidate, ...]
     attempts: tuple[Committed, ...]
     """Attempts of the last steps: what may still be checked."""
@@ -163,6 +172,23 @@ def compute_quorum(config: Config, view: View | Committed) -> int:
     """How many members' signatures settle a slow path."""
     n = len(view.roster)
     return (n + view.bound) // 2 + 1 if config.partition_safe else n // 2 + 1
+
+
+def compute_bound(config: Config, members: int, doubts: int, pairs: int) -> int:
+    """b_t: how many of the members may be Byzantine, as far as rules with votes go.
+
+    Where pairs have gone it gives way, but only as far as it must for honest members to be enough: two who could not
+    reach each other may both have been honest.
+    """
+    borne = (members - 1) // (3 if config.partition_safe else 2)
+    return max(0, min(config.byzantine, doubts, max(borne, doubts - pairs)))
+
+
+def compute_margin(config: Config, members: int, doubts: int, pairs: int) -> int:
+    """How many honest members there are beyond those that rules need, at least: a pair that went held an attacker."""
+    worst = max(0, min(config.byzantine, doubts - pairs))
+    margin = members - 2 * worst - 2 - config.outages
+    return min(margin, members - 3 * worst - 1 - config.outages) if config.partition_safe else margin
 
 
 def is_another_electorate(before: View, after: View) -> bool:
@@ -265,6 +291,7 @@ def make_genesis(config: Config) -> View:
         strikes=(),
         absences=(),
         complaints=(),
+        pairs=(),
         candidates=(),
         attempts=(),
         suspects=(),
@@ -284,6 +311,8 @@ class Changes:
     banned: frozenset[bytes] = frozenset()
     removed: frozenset[bytes] = frozenset()
     late: frozenset[bytes] = frozenset()
+    pairs: frozenset[Pair] = frozenset()
+    """Of those who are removed."""
 
     @property
     def out(self) -> frozenset[bytes]:
@@ -307,15 +336,19 @@ def remove_members(config: Config, view: View, changes: Changes, acquitted: Coll
     fresh = [key for key in changes.banned if key in was_member and key not in view.banned]
     # A key that was never a member costs nothing, and neither does another: of such keys a limited number is kept.
     strangers = sorted(changes.banned - was_member - {*view.banned})[: max(0, _MOST_BANNED - len(view.banned))]
+    roster = tuple(key for key in view.roster if key not in gone)
+    doubts = max(0, view.doubts - len(fresh))
+    pairs = {pair for pair in (*view.pairs, *changes.pairs) if not {pair.one, pair.other} & changes.banned}
     return msgspec.structs.replace(
         view,
-        roster=tuple(key for key in view.roster if key not in gone),
-        bound=min(config.byzantine, max(0, view.doubts - len(fresh))),
-        doubts=max(0, view.doubts - len(fresh)),
+        roster=roster,
+        bound=compute_bound(config, len(roster), doubts, len(pairs)),
+        doubts=doubts,
         banned=tuple(sorted({*view.banned, *fresh, *strangers})),
         strikes=_count(view.strikes, changes.late, gone),
         absences=_count(view.absences, leaving, changes.banned),
         complaints=tuple(c for c in view.complaints if c.namer not in gone and c.named not in gone),
+        pairs=tuple(sorted(pairs)),
         candidates=tuple(c for c in view.candidates if c.key not in gone),
         suspects=tuple(sorted(suspects)),
     )
@@ -393,9 +426,8 @@ def finish_step(
         }
         view = msgspec.structs.replace(view, suspects=tuple(sorted({*view.suspects, *everybody})))
     view, graduates = _advance_candidates(config, view, served, unshown, joins, randomness, step)
-    known = {count.key for count in view.absences}
     roster = view.roster + tuple(graduates)
-    strangers = sum(key not in known for key in graduates)
+    doubts, pairs = _find_doubts(view, graduates)
     scales, tau = _move_tau(config, view, scale)
     here = {*roster, *(candidate.key for candidate in view.candidates)}
     tried = [key for key in sorted(served) if key in here]
@@ -406,8 +438,8 @@ def finish_step(
         previous=previous,
         roster=roster,
         # Whoever is new may be Byzantine: what bans have proven of others says nothing of it.
-        bound=min(config.byzantine, view.doubts + strangers),
-        doubts=view.doubts + strangers,
+        bound=compute_bound(config, len(roster), doubts, len(pairs)),
+        doubts=doubts,
         randomness=randomness,
         state=state,
         tau=tau,
@@ -419,6 +451,7 @@ def finish_step(
         complaints=tuple(
             c for c in (*view.complaints, *complaints) if c.step > step - config.complaint_window and c.namer in roster
         ),
+        pairs=pairs,
         attempts=tuple(a for a in view.attempts if a.step > step - 1 - KEPT_STEPS),
         suspects=tuple(s for s in view.suspects if s.step > step - 1 - KEPT_STEPS),
     )
@@ -450,23 +483,19 @@ def _advance_candidates(
     """
     if not view.candidates and not joins:
         return view, []
-    room = len(view.roster)
-    graduates: list[bytes] = []
     staying: list[Candidate] = []
     gone: list[Candidate] = []
-    honest = max(1, room - view.bound)
-    for candidate in view.candidates:
-        more = (candidate.key in served) - (candidate.key in unshown)
-        candidate = msgspec.structs.replace(candidate, served=candidate.served + more)
-        if candidate.served >= candidate.term:
-            graduates.append(candidate.key)
-        else:
-            denied = candidate.term * view.bound // honest if config.tolerance is not None else 0
-            here = step - candidate.since - candidate.served <= _MOST_MISSED + denied
+    honest = max(1, len(view.roster) - view.bound)
+    advanced = [
+        msgspec.structs.replace(c, served=c.served + (c.key in served) - (c.key in unshown)) for c in view.candidates
+    ]
+    done = [candidate.key for candidate in advanced if candidate.served >= candidate.term]
+    graduates = _choose_graduates(config, view, done, randomness)
+    for candidate in advanced:
+        denied = candidate.term * view.bound // honest if config.tolerance is not None else 0
+        here = step - candidate.since - candidate.served <= _MOST_MISSED + denied
+        if candidate.key not in graduates:
             (staying if here else gone).append(candidate)  # who does not show up gives way to others
-    most = min(config.size, MAX_MEMBERS)
-    if room + len(graduates) > most:
-        graduates = graduates[: max(0, most - room)]
     taken = {*view.roster, *view.banned, *graduates, *(c.key for c in staying)}
     waiting = sorted({key for key in joins if key not in taken})
     stream = Stream(derive_seed(randomness, "admission"))
@@ -475,13 +504,44 @@ def _advance_candidates(
     drawn = stream.draw_sample(waiting, len(waiting))
     # Former members first, a key that computed is worth more; but not those who keep going, or do not show up.
     drawn.sort(key=lambda key: absences.get(key, _MOST_ABSENCES + 1) > _MOST_ABSENCES)
-    for key in drawn[: max(0, config.admissions - len(staying))]:
+    serving = sum(candidate.key not in done for candidate in staying)  # who waits to be let in keeps nobody out
+    places = min(config.admissions - serving, MAX_CASES - config.validators - len(staying))
+    for key in drawn[: max(0, places)]:
         # Twice as long each time: who is removed rather than banned for what it did can do it a few times, not often.
         former = config.probation << min(absences.get(key, 1) - 1, _MOST_DOUBLINGS)
         term = former if key in absences else config.newcomer_term
         staying.append(Candidate(key, step, term, 0))
     counts = tuple(Count(key, count) for key, count in sorted(absences.items()))
     return msgspec.structs.replace(view, candidates=tuple(sorted(staying)), absences=counts), graduates
+
+
+def _choose_graduates(config: Config, view: View, done: Sequence[bytes], randomness: bytes) -> list[bytes]:
+    """Whom to let in of those whose probation is over. The others serve on until more come, or one they left with.
+
+    One of a pair, or a stranger where others were banned, may be one attacker more: if that one came back first each
+    time, attackers could take one honest member after another along until they are the majority.
+    """
+    room = max(0, min(config.size, MAX_MEMBERS) - len(view.roster))
+    chosen = Stream(derive_seed(randomness, "graduates")).draw_sample(done, len(done))[:room]
+
+    def measure(keys: Sequence[bytes]) -> int:
+        doubts, pairs = _find_doubts(view, keys)
+        return compute_margin(config, len(view.roster) + len(keys), doubts, len(pairs))
+
+    least = min(0, measure(()))
+    for key in reversed(chosen[:]):
+        if measure(chosen) >= least:
+            break
+        others = [x for x in chosen if x != key]
+        chosen = others if measure(others) > measure(chosen) else chosen
+    return sorted(chosen) if measure(chosen) >= least else []
+
+
+def _find_doubts(view: View, coming: Sequence[bytes]) -> tuple[int, tuple[Pair, ...]]:
+    """How many may be Byzantine once these are in, and which pairs are still out."""
+    known = {count.key for count in view.absences}
+    strangers = sum(key not in known for key in coming)
+    return view.doubts + strangers, tuple(x for x in view.pairs if x.one not in coming and x.other not in coming)
 
 
 def _move_tau(config: Config, view: View, scale: float | None) -> tuple[tuple[float, ...], float]:
