@@ -278,7 +278,7 @@ class Attack:
 
     def on_effect(self, insider: Insider, effect: Effect) -> Story:
         """Everything that the honest peer asks for. Returns what it gets; asks the world by yielding."""
-        if isinstance(effect, Receive):
+        if type(effect) is Receive:
             return (yield from self._receive(insider, effect))
         if isinstance(effect, Sign):
             return (yield from self._sign(insider, effect))
@@ -375,7 +375,7 @@ def _watch(insider: Insider, effect: Effect) -> None:
 
 
 def _be_honest(insider: Insider, effect: Effect) -> Story:
-    if isinstance(effect, Receive):
+    if type(effect) is Receive:
         return (yield from _receive(insider, effect))
     result = yield effect
     return _hear(insider, result) if isinstance(effect, Sign) else result
@@ -384,16 +384,19 @@ def _be_honest(insider: Insider, effect: Effect) -> Story:
 def _receive(insider: Insider, effect: Receive) -> Story:
     """Wait as the honest peer does, and send in between what was put off until now."""
     while True:
-        due = sorted((mail for mail in insider.outbox if mail[0] <= insider.now), key=lambda mail: mail[0])
-        insider.outbox = [mail for mail in insider.outbox if mail[0] > insider.now]
-        for _, mail in due:
-            insider.release(mail[1])
-        yield from _post(mail for _, mail in due)
-        soonest = min((time for time, _ in insider.outbox), default=math.inf)
-        delivery: Delivery = yield Receive(min(effect.until, soonest))
+        wait = effect
+        if insider.outbox:
+            due = sorted((mail for mail in insider.outbox if mail[0] <= insider.now), key=lambda mail: mail[0])
+            insider.outbox = [mail for mail in insider.outbox if mail[0] > insider.now]
+            for _, mail in due:
+                insider.release(mail[1])
+            yield from _post(mail for _, mail in due)
+            soonest = min((time for time, _ in insider.outbox), default=math.inf)
+            wait = Receive(min(effect.until, soonest))
+        delivery: Delivery = yield wait
         insider.now = delivery.now
         message = delivery.message
-        if isinstance(message, Signed):
+        if type(message) is Signed:
             _hear(insider, message)
         elif isinstance(message, m.Accusation | m.Equivocation | m.WrongReveal | m.WrongOpening | m.MalformedBody):
             note_case(insider, message)
