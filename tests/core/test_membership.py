@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from random import Random
 from typing import Any
 
 import msgspec
@@ -105,7 +106,7 @@ def draw_views(draw: st.DrawFn) -> tuple[Config, View]:
     )
     fields = {"order": tuple(order), "targets": tuple(targets), "roster": roster, "trial_checks": trials}
     bound = draw(st.integers(0, config.byzantine))
-    return config, change(view, **fields, bound=bound, doubts=bound)
+    return config, change(view, **fields, bound=bound, doubts=bound, within=bound)
 
 
 @given(draw_views())
@@ -349,13 +350,39 @@ def test_one_of_a_pair_comes_back_alone_where_there_is_room() -> None:
     assert len(admit(config, view, config.founders[1]).roster) == 7
 
 
-def test_one_of_a_pair_comes_back_with_somebody_else() -> None:
-    """Who fell silent, and was removed alone, makes up for it."""
+def test_who_left_alone_lends_its_place_to_nobody() -> None:
+    """It comes back; one of a pair that comes with it waits for its own partner, or a stranger."""
     config = make_config(6, 2)
     one, other, third = config.founders[:3]
     view = go(config, go(config, make_genesis(config), part((one, other))), remove(third))
     assert one not in admit(config, view, one).roster
-    assert {one, third} <= {*admit(config, view, one, third).roster}
+    assert {*admit(config, view, one, third).roster} - {*view.roster} == {third}
+    assert {*admit(config, view, one, other).roster} - {*view.roster} == {one, other}
+    view = admit(config, view, third)
+    assert {*admit(config, view, one, make_key(50), make_key(51)).roster} >= {one, make_key(50), make_key(51)}
+
+
+def test_pairs_count_also_where_many_strangers_came() -> None:
+    """Each of them may be Byzantine, but never more than ``b`` at once: of these, each pair takes one away."""
+    config = make_config(8, 3)
+    view = make_genesis(config)
+    for place, key in enumerate(config.founders[6:]):
+        view = admit(config, go(config, view, remove(key)), make_key(50 + place))
+    assert (view.doubts, view.within, view.bound) == (5, 3, 3)
+    view = go(config, view, part(view.roster[:2], view.roster[2:4]))
+    assert (view.within, view.bound, len(view.roster)) == (1, 1, 4)
+    assert admit(config, view, config.founders[0]).roster == view.roster
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_those_who_do_not_fit_together_are_let_in_one_by_one(safe: bool) -> None:
+    config = make_config(10, 3, partition_safe=safe)
+    one, other, third, fourth, fifth, *_ = config.founders
+    view = go(config, make_genesis(config), part((one, other), (third, fourth)))
+    view = go(config, view, remove(fifth))
+    assert {*admit(config, view, one, other, third).roster} - {*view.roster} >= {one, other}
+    assert {*admit(config, view, one, other, third, fourth).roster} - {*view.roster} == {one, other, third, fourth}
+    assert fifth in admit(config, view, one, third, fifth).roster
 
 
 def test_who_was_removed_alone_comes_back_however_few_are_left() -> None:
@@ -364,13 +391,20 @@ def test_who_was_removed_alone_comes_back_however_few_are_left() -> None:
     assert admit(config, view, config.founders[0]).roster == (*view.roster, config.founders[0])
 
 
-def test_a_stranger_waits_where_it_could_make_attackers_half() -> None:
+def test_a_stranger_waits_while_a_pair_is_out_where_it_could_make_attackers_half() -> None:
     config = make_config(6, 2)
-    view = go(config, go(config, make_genesis(config), ban(config.founders[0])), remove(config.founders[1]))
-    view = go(config, view, remove(config.founders[2]))
-    assert (len(view.roster), view.bound) == (3, 1)
+    view = go(config, make_genesis(config), part(config.founders[:2]))
+    assert (len(view.roster), view.bound) == (4, 1)
     assert admit(config, view, make_key(50)).roster == view.roster
-    assert len(admit(config, view, make_key(50), make_key(51)).roster) == 5
+    assert len(admit(config, view, make_key(50), make_key(51)).roster) == 6
+    assert len(admit(config, view, make_key(50), config.founders[0]).roster) == 6
+
+
+def test_without_pairs_strangers_come_however_few_are_left() -> None:
+    config = make_config(6, 2)
+    view = go(config, go(config, make_genesis(config), ban(config.founders[0])), remove(*config.founders[1:4]))
+    assert (len(view.roster), view.bound) == (2, 1)
+    assert len(admit(config, view, make_key(50)).roster) == 3
 
 
 def test_who_waits_to_be_let_in_and_does_not_serve_on_is_forgotten() -> None:
@@ -383,27 +417,65 @@ def test_who_waits_to_be_let_in_and_does_not_serve_on_is_forgotten() -> None:
     assert view.candidates == ()
 
 
-@given(st.data())
+def test_who_waits_long_may_miss_a_step_now_and_then() -> None:
+    config = make_config(6, 2)
+    one, other = config.founders[:2]
+    view = admit(config, go(config, make_genesis(config), part((one, other))), one)
+    for step in range(1000):
+        view = go(config, view, served={one} if step % 5 else set())
+        assert [candidate.key for candidate in view.candidates] == [one]
+
+
+def test_only_who_has_served_in_this_very_step_is_let_in() -> None:
+    """Or computation for one step at a time would let in all who waited."""
+    config = make_config(6, 2)
+    one, other = config.founders[:2]
+    view = admit(config, go(config, make_genesis(config), part((one, other))), one)
+    done = tuple(Candidate(key, view.step - 6, 5, 6) for key in (one, other))
+    view = change(view, candidates=done)
+    assert go(config, view, served={one}).roster == view.roster
+    assert {*go(config, view, served={one, other}).roster} == {*config.founders}
+
+
+@given(st.integers(0, 2**32), st.booleans(), st.integers(0, 1), st.integers(5, 13))
 @properties
-def test_attackers_who_take_others_along_never_become_half(data: st.DataObject) -> None:
-    """Attackers choose who pairs off with whom, and who comes back when; honest members go only in pairs."""
-    members, safe = data.draw(st.integers(4, 12)), data.draw(st.booleans())
-    byzantine = (members - 1) // 3 if safe else (members - 2) // 2
-    config = make_config(members, byzantine, partition_safe=safe)
-    attackers, view = {*config.founders[:byzantine]}, make_genesis(config)
-    for _ in range(data.draw(st.integers(1, 12))):
-        inside = [key for key in view.roster if key in attackers]
-        honest = [key for key in view.roster if key not in attackers]
-        if inside and data.draw(st.booleans()):
-            count = data.draw(st.integers(1, min(len(inside), len(honest))))
-            view = go(config, view, part(*zip(inside[:count], honest[:count], strict=True)))
-        else:
-            out = sorted({*config.founders} - {*view.roster})
-            back = data.draw(st.lists(st.sampled_from(out), unique=True)) if out else []
-            view = admit(config, view, *back)
-        inside = [key for key in view.roster if key in attackers]
-        assert len(inside) <= view.bound < len(view.roster) - len(inside)
-        assert len(view.roster) - len(inside) >= compute_quorum(config, view), "honest members are enough"
+def test_attackers_who_take_others_along_never_become_half(seed: int, safe: bool, outages: int, members: int) -> None:
+    """Attackers pair off, leave, come back and come as others when they like, though never more than ``b`` at once.
+    Honest members go in pairs with them, or ``c`` alone; those who come back come in any order, together or not."""
+    byzantine = min((members - 1 - outages) // 3 if safe else members, (members - 2 - outages) // 2)
+    config = make_config(members, byzantine, partition_safe=safe, outages=outages)
+    attackers, honest = {*config.founders[:byzantine]}, {*config.founders[byzantine:]}
+    view, fresh, alone, random = make_genesis(config), itertools.count(100), set[bytes](), Random(seed)
+    for _ in range(60):
+        inside, rest = [[key for key in view.roster if key in kind] for kind in (attackers, honest)]
+        move = random.choice(("pair", "pair", "pair", "leave", "ban", "two", "out", "come", "come", "come", "come"))
+        if move == "pair" and inside:
+            count = random.randint(1, min(2, len(inside), len(rest) - 1))
+            view = go(config, view, part(*zip(inside[:count], random.sample(rest, count), strict=True)))
+        elif move == "leave" and inside:
+            view = go(config, view, remove(inside[0]))
+        elif move == "ban" and inside and not random.randrange(4):
+            view = go(config, view, ban(inside[0]))
+        elif move == "two" and len(inside) > 1:
+            view = go(config, view, part((inside[0], inside[1])))
+        elif move == "out" and len(alone) < outages and len(rest) > 1:
+            alone.add(rest[0])
+            view = go(config, view, remove(rest[0]))
+        elif move == "come":
+            out = [*sorted(attackers - {*view.roster, *view.banned}), make_key(next(fresh))]
+            back = [*sorted(honest - {*view.roster}), make_key(next(fresh))]
+            plot = random.sample(out, random.randint(0, min(len(out), byzantine - len(inside))))
+            others = [key for key in back if random.random() < 0.4]
+            view = admit(config, view, *plot, *others)
+            attackers |= {*plot} & {*view.roster}
+            honest |= {*others} & {*view.roster}
+            alone -= {*view.roster}
+        there = sum(key in attackers for key in view.roster)
+        left = len(view.roster) - there
+        assert there <= view.within
+        assert there <= view.bound < left - (outages - len(alone))
+        assert 2 * there < len(view.roster)
+        assert left + len(alone) >= compute_quorum(config, view), "honest members are enough"
 
 
 # ---- Suspects
@@ -624,7 +696,7 @@ def test_other_encoding_of_a_view_is_no_view() -> None:
     """A digest must name one view: integers in more bytes than needed would give it a second one."""
     view = make_genesis(make_config())
     data = encode_view(view)
-    assert data[:3] == b"\xdc\x00\x18", "an array of 24 fields, step 0 first"
+    assert data[:3] == b"\xdc\x00\x19", "an array of 25 fields, step 0 first"
     assert data[3] == 0
     longer = data[:3] + b"\xcc\x00" + data[4:]
     assert msgspec.msgpack.decode(longer, type=View) == view

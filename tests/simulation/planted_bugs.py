@@ -773,7 +773,7 @@ bug(
 )
 bug(
     "a ban does not lower the bound",
-    ("remove_members", "bound=compute_bound(config, len(roster), doubts, len(pairs))", "bound=view.bound"),
+    ("remove_members", "bound=compute_bound(config, len(roster), doubts, within)", "bound=view.bound"),
     peers=5,
     steps=3,
     attackers=("wrong_reveal",),

@@ -88,6 +88,7 @@ class Committed(_Record, frozen=True):
     """Members that could not have all they held against others decided."""
     caught: tuple[Caught, ...] = ()
     bound: int = 0
+    doubts: int = 0
 
 
 class Suspect(_Record, frozen=True):
@@ -120,6 +121,8 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     """b_t: how many members may still be Byzantine."""
     doubts: int
     """How many of those who are or were members may be, if there were no limit: bans lower it, strangers raise it."""
+    within: int
+    """How many members may be, if one of each pair that went was: pairs lower it, whoever comes may raise it."""
     randomness: bytes
     state: bytes
     """The digest of the state before the step."""
@@ -169,31 +172,33 @@ def compute_roster_digest(roster: Sequence[bytes]) -> bytes:
 
 
 def compute_quorum(config: Config, view: View | Committed) -> int:
-    """How many members' signatures settle a slow path."""
-    n = len(view.roster)
-    return (n + view.bound) // 2 + 1 if config.partition_safe else n // 2 + 1
+    """How many members' signatures settle a slow path.
+
+    What is safe while ``delta`` is broken does not rest on pairs: two who could not reach each other went together.
+    """
+    n, most = len(view.roster), min(config.byzantine, view.doubts)
+    return (n + most) // 2 + 1 if config.partition_safe else n // 2 + 1
 
 
-def compute_bound(config: Config, members: int, doubts: int, pairs: int) -> int:
-    """b_t: how many of the members may be Byzantine, as far as rules with votes go.
+def compute_bound(config: Config, members: int, doubts: int, within: int) -> int:
+    """b_t: how many members may be Byzantine, as far as rules with votes go.
 
-    Where pairs have gone it gives way, but only as far as it must for honest members to be enough: two who could not
+    Where pairs have gone it gives way, but only as far as it must for honest members to be more: two who could not
     reach each other may both have been honest.
     """
-    borne = (members - 1) // (3 if config.partition_safe else 2)
-    return max(0, min(config.byzantine, doubts, max(borne, doubts - pairs)))
+    return min(config.byzantine, doubts, max((members - 1) // 2, within))
 
 
-def compute_margin(config: Config, members: int, doubts: int, pairs: int) -> int:
-    """How many honest members there are beyond those that rules need, at least: a pair that went held an attacker."""
-    worst = max(0, min(config.byzantine, doubts - pairs))
-    margin = members - 2 * worst - 2 - config.outages
-    return min(margin, members - 3 * worst - 1 - config.outages) if config.partition_safe else margin
+def compute_margin(config: Config, members: int, doubts: int, within: int) -> int:
+    """How many honest members there are beyond those that the rules need, at least."""
+    margin = members - 2 * within - 2 - config.outages
+    most = min(config.byzantine, doubts)
+    return min(margin, margin + 1 - most) if config.partition_safe else margin
 
 
 def is_another_electorate(before: View, after: View) -> bool:
     """Whether others sign for the next view, or another number of them settle it: whoever walks the chain must know."""
-    return set(before.roster) != set(after.roster) or before.bound != after.bound
+    return (set(before.roster), before.bound, before.doubts) != (set(after.roster), after.bound, after.doubts)
 
 
 # ---- Duties
@@ -279,6 +284,7 @@ def make_genesis(config: Config) -> View:
         roster=config.founders,
         bound=config.byzantine,
         doubts=config.byzantine,
+        within=config.byzantine,
         randomness=randomness,
         state=config.state,
         tau=config.tau.start if isinstance(config.tau, AutomaticTau) else config.tau,
@@ -339,11 +345,13 @@ def remove_members(config: Config, view: View, changes: Changes, acquitted: Coll
     roster = tuple(key for key in view.roster if key not in gone)
     doubts = max(0, view.doubts - len(fresh))
     pairs = {pair for pair in (*view.pairs, *changes.pairs) if not {pair.one, pair.other} & changes.banned}
+    within = max(0, min(view.within - len(pairs - {*view.pairs}), doubts - len(pairs)))
     return msgspec.structs.replace(
         view,
         roster=roster,
-        bound=compute_bound(config, len(roster), doubts, len(pairs)),
+        bound=compute_bound(config, len(roster), doubts, within),
         doubts=doubts,
+        within=within,
         banned=tuple(sorted({*view.banned, *fresh, *strangers})),
         strikes=_count(view.strikes, changes.late, gone),
         absences=_count(view.absences, leaving, changes.banned),
@@ -364,7 +372,7 @@ def retry_step(
 
 def note_commits(view: View, contributors: tuple[bytes, ...], trials: tuple[bytes, ...]) -> View:
     """The view with this attempt's COMMIT on record: from now on whoever leaves has it checked."""
-    record = Committed(view.step, view.attempt, view.roster, contributors, trials, bound=view.bound)
+    record = Committed(view.step, view.attempt, view.roster, contributors, trials, bound=view.bound, doubts=view.doubts)
     return msgspec.structs.replace(view, attempts=(*view.attempts, record))
 
 
@@ -427,7 +435,7 @@ def finish_step(
         view = msgspec.structs.replace(view, suspects=tuple(sorted({*view.suspects, *everybody})))
     view, graduates = _advance_candidates(config, view, served, unshown, joins, randomness, step)
     roster = view.roster + tuple(graduates)
-    doubts, pairs = _find_doubts(view, graduates)
+    doubts, within, pairs = _raise_doubts(config, view, graduates)
     scales, tau = _move_tau(config, view, scale)
     here = {*roster, *(candidate.key for candidate in view.candidates)}
     tried = [key for key in sorted(served) if key in here]
@@ -438,8 +446,9 @@ def finish_step(
         previous=previous,
         roster=roster,
         # Whoever is new may be Byzantine: what bans have proven of others says nothing of it.
-        bound=compute_bound(config, len(roster), doubts, len(pairs)),
+        bound=compute_bound(config, len(roster), doubts, within),
         doubts=doubts,
+        within=within,
         randomness=randomness,
         state=state,
         tau=tau,
@@ -490,10 +499,11 @@ def _advance_candidates(
         msgspec.structs.replace(c, served=c.served + (c.key in served) - (c.key in unshown)) for c in view.candidates
     ]
     done = [candidate.key for candidate in advanced if candidate.served >= candidate.term]
-    graduates = _choose_graduates(config, view, done, randomness)
+    graduates = _choose_graduates(config, view, [key for key in done if key in served], randomness)
     for candidate in advanced:
-        denied = candidate.term * view.bound // honest if config.tolerance is not None else 0
-        here = step - candidate.since - candidate.served <= _MOST_MISSED + denied
+        spell = max(candidate.term, candidate.served)  # who waits to be let in may wait long
+        denied = spell * view.bound // honest if config.tolerance is not None else 0
+        here = step - candidate.since - candidate.served <= _MOST_MISSED * (spell // candidate.term) + denied
         if candidate.key not in graduates:
             (staying if here else gone).append(candidate)  # who does not show up gives way to others
     taken = {*view.roster, *view.banned, *graduates, *(c.key for c in staying)}
@@ -518,30 +528,41 @@ def _advance_candidates(
 def _choose_graduates(config: Config, view: View, done: Sequence[bytes], randomness: bytes) -> list[bytes]:
     """Whom to let in of those whose probation is over. The others serve on until more come, or one they left with.
 
-    One of a pair, or a stranger where others were banned, may be one attacker more: if that one came back first each
-    time, attackers could take one honest member after another along until they are the majority.
+    While a pair is out, one of it, or a stranger, may be one attacker more: if that one came back first each time,
+    attackers could take one honest member after another along until they are the majority.
     """
     room = max(0, min(config.size, MAX_MEMBERS) - len(view.roster))
-    chosen = Stream(derive_seed(randomness, "graduates")).draw_sample(done, len(done))[:room]
+    drawn = Stream(derive_seed(randomness, "graduates")).draw_sample(done, len(done))[:room]
 
-    def measure(keys: Sequence[bytes]) -> int:
-        doubts, pairs = _find_doubts(view, keys)
-        return compute_margin(config, len(view.roster) + len(keys), doubts, len(pairs))
+    def fits(keys: Sequence[bytes]) -> bool:
+        doubts, within, _ = _raise_doubts(config, view, keys)
+        whole = sum(pair.one in keys and pair.other in keys for pair in view.pairs)
+        margin = compute_margin(config, len(view.roster) + len(keys), doubts, within)
+        return margin >= 0 or within - view.within <= whole  # a whole pair is worth what it costs
 
-    least = min(0, measure(()))
-    for key in reversed(chosen[:]):
-        if measure(chosen) >= least:
-            break
-        others = [x for x in chosen if x != key]
-        chosen = others if measure(others) > measure(chosen) else chosen
-    return sorted(chosen) if measure(chosen) >= least else []
+    if not view.pairs or fits(drawn):
+        return sorted(drawn)
+    wholes = [key for pair in view.pairs if pair.one in drawn and pair.other in drawn for key in (pair.one, pair.other)]
+    units = [wholes[i : i + 2] for i in range(0, len(wholes), 2)] + [[key] for key in drawn if key not in wholes]
+    chosen: list[bytes] = []
+    for unit in units:
+        chosen += unit if fits([*chosen, *unit]) else []
+    apart = {key for pair in view.pairs for key in (pair.one, pair.other)} - {*wholes}
+    crowd = [key for key in drawn if key not in apart]  # strangers may fit together where none does alone
+    return sorted(crowd if fits(crowd) and len(crowd) > len(chosen) else chosen)
 
 
-def _find_doubts(view: View, coming: Sequence[bytes]) -> tuple[int, tuple[Pair, ...]]:
-    """How many may be Byzantine once these are in, and which pairs are still out."""
+def _raise_doubts(config: Config, view: View, coming: Sequence[bytes]) -> tuple[int, int, tuple[Pair, ...]]:
+    """How many may be Byzantine once these are in: of all, and of the members; and which pairs are still out.
+
+    Whoever comes may be one. But no more members may be than are left if each pair that is out has one, and no more
+    than ``b``.
+    """
     known = {count.key for count in view.absences}
-    strangers = sum(key not in known for key in coming)
-    return view.doubts + strangers, tuple(x for x in view.pairs if x.one not in coming and x.other not in coming)
+    doubts = view.doubts + sum(key not in known for key in coming)
+    pairs = tuple(pair for pair in view.pairs if pair.one not in coming and pair.other not in coming)
+    within = max(0, min(config.byzantine, view.within + len(coming), doubts - len(pairs)))
+    return doubts, within, pairs
 
 
 def _move_tau(config: Config, view: View, scale: float | None) -> tuple[tuple[float, ...], float]:

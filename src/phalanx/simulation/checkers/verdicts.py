@@ -255,12 +255,11 @@ class Bounds(Checker):
         there = sum(who in self.swarm.byzantine for who in view.roster)
         if there > view.bound:
             self.report(view.step, f"{there} Byzantine members, and a bound of {view.bound}")
-        lacking = len(view.pairs)
-        most = max((len(view.roster) - 1) // (3 if self.swarm.config.partition_safe else 2), view.doubts - lacking)
-        if view.bound != max(0, min(self.swarm.config.byzantine, view.doubts, most)):
-            self.report(
-                view.step, f"a bound of {view.bound}, where {view.doubts} may be Byzantine, and {lacking} pairs went"
-            )
+        if there > view.within:
+            self.report(view.step, f"{there} Byzantine members, where {view.within} may be")
+        least = max((len(view.roster) - 1) // 2, view.within)
+        if view.bound != min(self.swarm.config.byzantine, view.doubts, least):
+            self.report(view.step, f"a bound of {view.bound}, where {view.doubts} may be Byzantine, {view.within} here")
         if before is not None and (view.step, view.attempt) != (before.step, before.attempt):
             fresh = sum(who in before.roster for who in set(view.banned) - set(before.banned))
             new = len(set(view.roster) - set(before.roster))
