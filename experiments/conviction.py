@@ -85,17 +85,17 @@ class Cheat(Attack):
 
 def run_once(job: tuple[int, int, int, float, bool, int]) -> int | None:
     """Steps until the marked member was convicted; None if it never was."""
-    *setting, silent, seed = job
-    return _run((*setting, seed), Cheat(start=START, probability=job[3], hides=silent))
+    n, b, m, share, silent, seed = job
+    return _run(n, b, m, seed, Cheat(start=START, probability=share, hides=silent))
 
 
 def run_both(job: tuple[int, int, int, float, bool, int]) -> tuple[int | None, int | None]:
     """The same without and with silence."""
-    *setting, _, seed = job
-    cheat = Cheat(start=START, probability=job[3], splits=True)
+    n, b, m, share, _, seed = job
+    cheat = Cheat(start=START, probability=share, splits=True)
     ours, theirs = os.pipe()
     try:
-        found = _run((*setting, seed), cheat)
+        found = _run(n, b, m, seed, cheat)
         if cheat.child == 0:
             os.write(theirs, json.dumps(found).encode())
     finally:  # the child has nothing to go back to, whatever happened
@@ -110,8 +110,7 @@ def run_both(job: tuple[int, int, int, float, bool, int]) -> tuple[int | None, i
     return found, json.loads(said)
 
 
-def _run(job: tuple[int, int, int, float, int], cheat: Cheat) -> int | None:
-    n, b, m, _, seed = job
+def _run(n: int, b: int, m: int, seed: int, cheat: Cheat) -> int | None:
     torch.set_num_threads(1)
     signers, verify = make_signers(n, seed, ideal=True)
     config = Config(
