@@ -442,3 +442,11 @@ def test_a_proof_needs_neither_accuser_nor_votes() -> None:
     event = make_banned(note, {signer.key: 0})
     assert (event.rule, event.reason, event.accuser, event.votes) == ("E1 equivocation", "signed two", None, None)
     assert event.evidence == [compute_message_digest(message).hex() for message in (first, second)]
+
+
+def test_a_stranger_that_cheats_on_probation_gets_the_next_index() -> None:
+    """Its key was never in a roster: a log that does not know it must not bring the peer down."""
+    note, peers = make_trial(Verdict.GUILTY)
+    del peers[note.key]
+    assert make_banned(note, peers).peer == 3
+    assert peers[note.key] == 3

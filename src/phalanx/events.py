@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -406,8 +406,10 @@ def _broken(path: Path, number: int, complaint: str) -> LocalError:
 # ---- From what a peer says to what the log holds
 
 
-def make_banned(note: BanNote, peers: Mapping[bytes, int]) -> Banned:
+def make_banned(note: BanNote, peers: MutableMapping[bytes, int]) -> Banned:
     """The log's event for a ban that a peer tells of. ``peers`` gives every key's index in the run.
+
+    A key that was never a member, but cheated on probation, gets the next one.
 
     The messages that the case rests on come first, then those of the trial: who accused, and who voted how.
     """
@@ -428,7 +430,7 @@ def make_banned(note: BanNote, peers: Mapping[bytes, int]) -> Banned:
     return Banned(
         step=note.at,
         offence_step=note.step,
-        peer=peers[note.key],
+        peer=peers.setdefault(note.key, len(peers)),
         key=note.key.hex(),
         rule=format_rule(note.rule),
         reason=_explain(note, peers, bool(ballots)),

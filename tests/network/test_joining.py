@@ -26,7 +26,7 @@ from phalanx.swarm import Attackers, Swarm
 from phalanx.training.checkpoints import find_latest
 from phalanx.training.recorder import EVENTS
 
-PACED = Path(__file__).with_name("paced.py")
+PACED, CHEAT = (Path(__file__).with_name(name) for name in ("paced.py", "cheat.py"))
 SETTINGS = {"byzantine": 1, "validators": 1, "threads": 1, "delta": 3.0, "probation": 5, "newcomer_probation": 5}
 SETTINGS |= {"gradient_time": 6.0, "transfer_time": 2.0}
 
@@ -249,6 +249,26 @@ def test_all_leave_at_once_and_come_back(tmp_path: Path) -> None:
     assert found.digests_equal
     assert found.result.honest_banned == 0
     assert [process.step for process in swarm.processes] == [30] * 4
+
+
+@pytest.mark.long
+def test_a_stranger_that_cheats_on_probation_is_banned_and_nobody_else_notices(tmp_path: Path) -> None:
+    """It was never a member, and nobody has a number for it; the founders go on, also from their folders."""
+    swarm = Swarm(tmp_path / "swarm", 4, Attackers(), [], [], lambda event: None)
+    key, log = make_key(tmp_path), tmp_path / "output.log"
+    name = Identity.load(key).key.hex()
+    with gather(swarm, "digits", SETTINGS | {"steps": 5000, "delta": 2.0}) as crowd, open(log, "wb") as output:
+        words = ["join", crowd.address, "--key", str(key), "--out", str(tmp_path / "run")]
+        words = [sys.executable, str(CHEAT), *words, "--listen", "/ip4/127.0.0.1/tcp/0"]
+        cheat = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            wait_for(lambda: len(crowd.tell(events.Banned)) > 0, "the ban of a stranger")
+            assert {event.key for event in crowd.tell(events.Banned)} == {name}
+            crowd.await_steps(3)
+        finally:
+            cheat.kill()
+            cheat.wait()
+    assert [process.popen.poll() for process in swarm.processes if process.popen is not None] == [130] * 4
 
 
 # ---- What needs no swarm

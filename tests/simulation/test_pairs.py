@@ -18,7 +18,7 @@ from phalanx.attacks.base import Mail, change_body
 from phalanx.core import messages as m
 from phalanx.core.effects import Broadcast, Effect, Sign
 from phalanx.core.envelope import seal
-from phalanx.core.events import AttemptStarted, Halted
+from phalanx.core.events import AttemptStarted, Halted, Removed
 from phalanx.core.membership import View, compute_roster_digest, encode_view
 from phalanx.core.messages import Message, Phase, Signed
 from phalanx.simulation.swarm import Swarm
@@ -137,3 +137,25 @@ def test_with_the_safe_quorum_one_attacker_does_not_come_back_alone(seed: int) -
     attack = TakeAlong(start=1, plan={(1, 3): 1}, silent=((1, 2),))
     swarm = run_to_end(attack, 4, 1, 80, seed=seed, probation=6, partition_safe=True)
     assert any(len(view.pairs) == 1 for view in list_views(swarm))
+
+
+@dataclass(kw_only=True, eq=False)
+class NamesItself(Attack):
+    """Says that it lacks a part of its own."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        first = isinstance(sign.body, m.Aggregate) and sign.phase is Phase.AGGREGATE
+        if first and insider.key in insider.duties.contributors:
+            return change_body(sign, result=None, missing=(insider.index,))
+        return sign
+
+
+@pytest.mark.parametrize(("members", "byzantine"), [(4, 1), (7, 2), (16, 7)])
+def test_who_keeps_naming_itself_goes_alone(members: int, byzantine: int) -> None:
+    swarm = make_swarm({members - 1: NamesItself(start=1)}, founders=members, byzantine=byzantine, steps=10)
+    swarm.run(600.0, swarm.is_over)
+    assert_unharmed(swarm)
+    assert {(event.key, event.reason) for event in get_events(swarm, Removed)} == {
+        (swarm.keys[-1], "keeps naming itself")
+    }
+    assert not any(view.pairs for view in list_views(swarm))

@@ -159,6 +159,7 @@ def _pull(peer: Peer, height: int, work: float, checked: bool) -> Story:
 
 def join_slow_path(peer: Peer) -> Story:
     """Join a slow path at the height that was completed last or at the next, if one is open."""
+    _heed_another_root(peer)
     for height in (peer.level, peer.level + 1):
         epoch = peer.find_epoch(height)
         if epoch is None or peer.key not in epoch.view.roster or height not in epoch.heights:
@@ -179,6 +180,23 @@ def join_slow_path(peer: Peer) -> Story:
             peer.pause(peer.now - start)
             peer.entered = peer.time
             return
+
+
+def _heed_another_root(peer: Peer) -> None:
+    """Before I have anything to say at the next height, look at what others name there.
+
+    What the last height brought them differs if it is not what I would name. Then they may be in another phase than I,
+    one that takes less time, and soon miss me.
+    """
+    height, view = peer.level, peer.view
+    if not peer.member or height in peer.alarms or height + 1 in peer.transcript.heights:
+        return
+    epoch = peer.find_epoch(height)
+    known = epoch is not None and epoch.heights.get(height) in epoch.phases and height not in epoch.settled
+    if known and (height >= view.height or peer.riding):
+        wrong = _find_difference(peer, peer.page(height + 1))
+        if wrong is not None:
+            _note_difference(peer, height, wrong)
 
 
 def _gather_timeouts(peer: Peer, epoch: Transcript, height: int) -> m.Alarm | None:

@@ -668,9 +668,11 @@ def _decide_complaints(config: Config, transcript: Transcript, decision: Decisio
     for pair, count in sorted(pairs.items(), key=lambda item: sorted(item[0])):
         if count >= config.complaints and not pair & gone:  # whoever takes one along takes nobody else
             gone |= pair
-            decision.pairs.add(Pair(*sorted(pair)))
+            if len(pair) == 2:
+                decision.pairs.add(Pair(*sorted(pair)))
+            reason = "a pair that keeps naming each other" if len(pair) == 2 else "keeps naming itself"
             for key in sorted(pair):
-                decision.remove(key, "a pair that keeps naming each other")
+                decision.remove(key, reason)
 
 
 # ---- Views

@@ -236,7 +236,7 @@ class Member:
                 if isinstance(event, events.RunStarted | events.Banned):
                     settings.on_event(event)
         for event in told:
-            if isinstance(event, events.Joined):
+            if isinstance(event, events.Joined | events.Banned | events.Removed | events.Left):
                 self._index.setdefault(bytes.fromhex(event.key), len(self._index))
         return recorder
 
@@ -348,8 +348,7 @@ class Member:
     def _meet(self, view: View) -> None:
         """The roster as it is now: whom the transport takes more from than from strangers, and whom nothing at all."""
         for key in view.roster:
-            if key not in self._index:
-                self._index[key] = len(self._index)
+            self._index.setdefault(key, len(self._index))
         if self._told and set(view.roster) - set(self._view.roster):
             self._tell_joined(view)
         self._view = view
