@@ -71,16 +71,16 @@ def cut(gradient: Tensor, count: int, wire: Wire) -> list[Piece]:
 def read_aggregates(peer: Peer, transcript: Transcript) -> list[Tensor | None]:
     """The aggregates of an attempt, where they are here and what they should be."""
     view = transcript.view
-    sizes = compute_part_sizes(peer.config.size, len(view.roster))
-    places = [(view.step, view.attempt, part) for part in range(len(sizes))]
-    new = [place for place in places if place not in peer.readings and peer.has_aggregate(transcript, place[2])]
+    known = peer.readings.setdefault((view.step, view.attempt), [None] * len(view.roster))
+    new = [part for part, read in enumerate(known) if read is None and peer.has_aggregate(transcript, part)]
     if new:
-        pieces, lengths = [peer.aggregates[place] for place in new], tuple(sizes[part] for _, _, part in new)
-        found = decode_aggregates(pieces, lengths, peer.wire, peer.config.cap)
-        for place, read, size in zip(new, found, lengths, strict=True):
+        sizes = compute_part_sizes(peer.config.size, len(view.roster))
+        pieces, lengths = [peer.aggregates[view.step, view.attempt, part] for part in new], [sizes[x] for x in new]
+        found = decode_aggregates(pieces, tuple(lengths), peer.wire, peer.config.cap)
+        for part, read, size in zip(new, found, lengths, strict=True):
             # Bytes that are no aggregate count as zero, as with parts: V2 finds whose they are.
-            peer.readings[place] = torch.zeros(size, dtype=peer.wire.dtype) if read is None else read
-    return [peer.readings.get(place) for place in places]
+            known[part] = torch.zeros(size, dtype=peer.wire.dtype) if read is None else read
+    return [*known]
 
 
 def check_commit(

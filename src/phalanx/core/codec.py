@@ -10,6 +10,7 @@ On a stream each message is a frame: its length in four bytes, most significant 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -35,8 +36,9 @@ def decode_message(data: bytes) -> Message:
     return _decode(_message_decoder, data, MAX_FRAME)
 
 
+@lru_cache(maxsize=64)
 def decode_body(data: bytes) -> Body:
-    """The body in an envelope, or :class:`Malformed`."""
+    """The body in an envelope, or :class:`Malformed`. Who signs one reads it, and soon reads it again as any other."""
     return _decode(_body_decoder, data, MAX_BODY)
 
 

@@ -70,10 +70,9 @@ def compute_digest(purpose: str, *fields: bytes | bytearray | memoryview) -> byt
     hasher = _get_hasher(purpose).copy()
     pieces: list[bytes] = []
     for field in fields:
-        if type(field) is not bytes or len(field) > _SHORT:
+        if type(field) is not bytes or (size := len(field)) > _SHORT:
             break
-        pieces.append(_LENGTHS[len(field)])
-        pieces.append(field)
+        pieces += (_LENGTHS[size], field)
     else:
         return hasher.update(b"".join(pieces)).digest()
     for field in fields:

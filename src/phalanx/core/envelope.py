@@ -7,6 +7,7 @@ that must not look like many messages.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -38,7 +39,7 @@ class Examiner:
 
     def __init__(self, verify: Verify = verify_signature) -> None:
         self._verify = verify
-        self._seen: dict[bytes, Letter | None] = {}
+        self._seen: OrderedDict[bytes, Letter | None] = OrderedDict()
         self._held = 0
 
     def examine(self, message: Signed) -> Letter | None:
@@ -50,7 +51,7 @@ class Examiner:
             self._seen[seen] = letter = self._open(message, content, digest)
             self._held += _weigh(letter)
             while len(self._seen) > _REMEMBERED or self._held > _REMEMBERED_BYTES:
-                self._held -= _weigh(self._seen.pop(next(iter(self._seen))))
+                self._held -= _weigh(self._seen.popitem(last=False)[1])
             return letter
         return self._seen[seen]
 

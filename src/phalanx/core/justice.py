@@ -294,10 +294,13 @@ def find_unshown(config: Config, transcript: Transcript) -> dict[tuple[bytes, by
 
 def _find_hidden(config: Config, transcript: Transcript) -> set[bytes]:
     """Tolerant: whose bytes most of its checkers say they did not get. Some may lie."""
+    unshown = find_unshown(config, transcript)
+    if not unshown:
+        return set()
     checkers: dict[bytes, set[bytes]] = {}
     for check in transcript.duties.checks:
         checkers.setdefault(check.target, set()).add(check.checker)
-    lacking = Counter(target for _, target in find_unshown(config, transcript))
+    lacking = Counter(target for _, target in unshown)
     return {target for target, count in lacking.items() if 2 * count > len(checkers[target])}
 
 

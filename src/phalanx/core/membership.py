@@ -215,25 +215,42 @@ class Duties:
 
 def compute_duties(config: Config, view: View) -> Duties:
     """Who validates whom, and who contributes. A validator that is gone is replaced by the next drawn."""
-    members = set(view.roster)
-    order = [key for key in view.order if key in members]
-    count = max(1, min(config.validators, len(order) - 2 * view.bound - 1 - config.outages))
+    needed = 2 * view.bound + 1 + config.outages
+    return _assign_duties(
+        config.validators, needed, view.step, view.roster, view.order, view.targets, view.trial_checks
+    )
+
+
+@lru_cache(maxsize=16)
+def _assign_duties(
+    wanted: int,
+    needed: int,
+    step: int,
+    roster: tuple[bytes, ...],
+    drawn: tuple[bytes, ...],
+    targets: tuple[bytes, ...],
+    trial_checks: tuple[Check, ...],
+) -> Duties:
+    """Every peer foresees its duties and then has them, and in one process many peers want the same ones."""
+    members = set(roster)
+    order = [key for key in drawn if key in members]
+    count = max(1, min(wanted, len(order) - needed))
     count = min(count, len(order) - 1)  # one that is alone has nobody to check, and nobody else to compute
     validators: list[bytes] = []
-    checks = [check for check in view.trial_checks if check.checker in members]
-    for place, target in enumerate(view.targets):
+    checks = [check for check in trial_checks if check.checker in members]
+    for place, target in enumerate(targets):
         if len(validators) < count:
             free = [key for key in order if key != target and key not in validators]
             if free:
                 validators.append(free[0])
-                checks.append(Check(free[0], target, view.step - 2))
+                checks.append(Check(free[0], target, step - 2))
                 continue
         others = [key for key in validators if key != target]
         if others:
-            checks.append(Check(others[place % len(others)], target, view.step - 2))
+            checks.append(Check(others[place % len(others)], target, step - 2))
     validators += [key for key in order if key not in validators][: count - len(validators)]
-    contributors = tuple(key for key in view.roster if key not in validators)
-    return Duties(tuple(validators), contributors, tuple(checks), config.validators - count)
+    contributors = tuple(key for key in roster if key not in validators)
+    return Duties(tuple(validators), contributors, tuple(checks), wanted - count)
 
 
 @lru_cache(maxsize=16)
@@ -255,14 +272,15 @@ def find_targets(config: Config, view: View, randomness: bytes, attempts: int) -
 def foresee_duties(config: Config, view: View, randomness: bytes, served: Collection[bytes]) -> Duties:
     """The duties of the next step if this attempt succeeds and nobody comes or goes."""
     drawn = find_targets(config, view, randomness, 1 + sum(record.step == view.step for record in view.attempts))
-    ahead = msgspec.structs.replace(
-        view,
-        step=view.step + 1,
-        order=_draw_order(randomness, view.roster),
-        targets=tuple(dict.fromkeys((*view.carried, *drawn))),
-        trial_checks=_draw_trial_checks(randomness, view.roster, sorted(served), config.probation_checks, view.step),
+    return _assign_duties(
+        config.validators,
+        2 * view.bound + 1 + config.outages,
+        view.step + 1,
+        view.roster,
+        _draw_order(randomness, view.roster),
+        tuple(dict.fromkeys((*view.carried, *drawn))),
+        _draw_trial_checks(randomness, view.roster, sorted(served), config.probation_checks, view.step),
     )
-    return compute_duties(config, ahead)
 
 
 def compute_batch_seed(config: Config, randomness: bytes, step: int, peer: bytes) -> bytes:

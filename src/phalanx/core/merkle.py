@@ -37,19 +37,21 @@ def compute_paths(digests: Sequence[bytes]) -> tuple[bytes, list[tuple[bytes, ..
     """The root, and the path of every part."""
     leaves = _leaves(digests)
     paths: list[list[bytes]] = [[] for _ in leaves]
+    top = _climb(leaves, paths, 0, len(leaves))
+    return _finish(len(leaves), top), [tuple(path) for path in paths]
 
-    def climb(low: int, high: int) -> bytes:
-        if high - low == 1:
-            return leaves[low]
-        middle = low + _middle(high - low)
-        left, right = climb(low, middle), climb(middle, high)
-        for path in paths[low:middle]:
-            path.append(right)
-        for path in paths[middle:high]:
-            path.append(left)
-        return _node(left, right)
 
-    return _finish(len(leaves), climb(0, len(leaves))), [tuple(path) for path in paths]
+def _climb(leaves: Sequence[bytes], paths: Sequence[list[bytes]], low: int, high: int) -> bytes:
+    """The node above some leaves; their paths get what they need to come to it."""
+    if high - low == 1:
+        return leaves[low]
+    middle = low + _middle(high - low)
+    left, right = _climb(leaves, paths, low, middle), _climb(leaves, paths, middle, high)
+    for path in paths[low:middle]:
+        path.append(right)
+    for path in paths[middle:high]:
+        path.append(left)
+    return _node(left, right)
 
 
 def verify_path(root: bytes, count: int, index: int, digest: bytes, path: Sequence[bytes]) -> bool:

@@ -132,7 +132,7 @@ class Peer:
         """The highest of these."""
         self.verified: set[tuple[Any, ...]] = set()
         """Which of the parts and aggregates held are known to be what they should be."""
-        self.readings: dict[tuple[int, int, int], Tensor | None] = {}
+        self.readings: dict[tuple[int, int], list[Tensor | None]] = {}
         self.rows: tuple[Tensor, list[bool]] | None = None
         """What the aggregates, and in this attempt the parts that I aggregate, say: read once."""
         self.aggregates: dict[tuple[int, int, int], Piece] = {}

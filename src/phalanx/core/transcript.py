@@ -37,15 +37,15 @@ class Page:
         """Take a letter; whether it is news."""
         sender = letter.message.sender
         first = self.letters.get(sender)
-        if self.settled and self.settled.get(sender) == letter.digest and first is not None:
-            self._replace(first, letter)
-            return first.digest != letter.digest
-        if first is not None and first.message.previous != self.root == letter.message.previous:
-            self._replace(first, letter)
-            return True
         if first is None:
             self.letters[sender] = letter
             self.roots.add(letter.message.previous)
+            return True
+        if self.settled and self.settled.get(sender) == letter.digest:
+            self._replace(first, letter)
+            return first.digest != letter.digest
+        if first.message.previous != self.root == letter.message.previous:
+            self._replace(first, letter)
             return True
         if first.digest != letter.digest and sender not in self.seconds:
             self.seconds[sender] = letter

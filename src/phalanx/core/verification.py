@@ -29,7 +29,7 @@ from torch import Tensor
 from phalanx.core.clipping import PROMISE
 from phalanx.core.gram import is_narrow
 from phalanx.core.messages import Verdict
-from phalanx.core.randomness import Stream, derive_seed, gaussian_table
+from phalanx.core.randomness import Stream, derive_seed, gaussian_table, gaussian_vector
 from phalanx.core.wire import WIRE_TYPES, Piece, Wire, widen
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -130,7 +130,7 @@ def _are_within(stack: Tensor, limit: float) -> list[bool]:
         return [_is_within_limit(row, limit) for row in stack]
     wide = _wide(stack)
     squares: list[float] = _add_up(wide * wide).tolist()
-    return [_is_within(row, square, limit) for row, square in zip(stack.unbind(), squares, strict=True)]
+    return [_is_within(row, square, limit) for row, square in zip(wide, squares, strict=True)]
 
 
 def read_aggregate(data: Piece, size: int, wire: Wire, cap: float) -> Tensor | None:
@@ -193,7 +193,7 @@ def _is_clearly_within(vector: Tensor, limit: float) -> bool:
     return sum(float(torch.dot(piece, piece)) for piece in _pieces(vector)) <= _CLEAR * min(limit, _LARGEST_CLEAR) ** 2
 
 
-def _is_within(vector: Tensor, square: float, limit: float) -> bool:
+def _is_within(vector: Tensor | Array, square: float, limit: float) -> bool:
     """Whether the vector is finite and no longer than ``limit``, with the same answer on every platform.
 
     ``square`` is ``|vector|^2`` as summed in any order. Squares of wire numbers are exact in float64, and ``fsum``
@@ -203,7 +203,7 @@ def _is_within(vector: Tensor, square: float, limit: float) -> bool:
     if not math.isfinite(square):
         return False
     if abs(square - allowed) <= _CLOSE * allowed:
-        values = map(_wide, _pieces(vector))
+        values = map(_wide, _pieces(vector)) if isinstance(vector, Tensor) else (vector,)
         square = math.fsum(itertools.chain.from_iterable((x * x).tolist() for x in values))
     return square <= allowed
 
@@ -234,16 +234,26 @@ def _add_up(values: Array) -> Array:
 
 
 def _wide(t: Tensor) -> Array:
-    t = t.cpu()
-    # Of short vectors numpy makes less ado, but it does not know bfloat16.
-    return widen((t.float() if t.itemsize == 2 else t).numpy())
+    return widen(_get_numbers(t))
 
 
 def _fill(out: Array, numbers: Tensor) -> None:
     """Put numbers where there is room for them, as :func:`_wide` makes them."""
-    numbers = numbers.cpu()
     with np.errstate(invalid="ignore"):
-        out[:] = (numbers.float() if numbers.itemsize == 2 else numbers).numpy()
+        out[:] = _get_numbers(numbers)
+
+
+def _subtract(one: Tensor, other: Tensor) -> Array:
+    """The difference of what :func:`_wide` makes of both."""
+    with np.errstate(invalid="ignore"):
+        difference: Array = np.subtract(_get_numbers(one), _get_numbers(other), dtype=np.float64)
+        return difference
+
+
+def _get_numbers(t: Tensor) -> npt.NDArray[np.floating]:
+    """In four bytes or more. Of short vectors numpy makes less ado, but it does not know bfloat16."""
+    t = t.cpu()
+    return (t.float() if t.itemsize == 2 else t).numpy()
 
 
 # ---- Reports
@@ -279,7 +289,7 @@ def compute_report(
     if tuple(other.numel() for other in others) != sizes:
         raise ValueError("aggregates: not of the sizes of the parts")
     if sizes and min(sizes) > 0 and sum(sizes) * len(seeds[0]) <= _SMALL:
-        x, starts = _wide(torch.cat(list(parts))) - _wide(torch.cat(others)), _starts(sizes)
+        x, starts = _subtract(torch.cat(list(parts)), torch.cat(others)), _starts(sizes)
         norms = np.sqrt(np.add.reduceat(x * x, starts))
         sums = np.add.reduceat(_joined_vectors(tuple(seeds), sizes) * x, starts, axis=1)
     else:
@@ -300,7 +310,7 @@ def compute_column(
     size = aggregate.numel()
     _require_sizes(rows, size)
     if 0 < size <= _CHUNK and len(rows) * size * len(seeds) <= _SMALL:
-        x = _wide(rows if isinstance(rows, Tensor) else torch.stack(list(rows))) - _wide(aggregate)
+        x = _subtract(rows if isinstance(rows, Tensor) else torch.stack(list(rows)), aggregate)
         squares = _add_up(x * x)
         sums = _add_up(_get_vectors(seeds, size)[:, None] * x)
     else:
@@ -371,9 +381,7 @@ def _joined_vectors(seeds: tuple[tuple[bytes, ...], ...], sizes: tuple[int, ...]
 @lru_cache(maxsize=256)
 def _get_vectors(seeds: tuple[bytes, ...], size: int) -> Array:
     """Those of one part: a contributor wants them for its report, an aggregator once more for V1."""
-    vectors = np.empty((len(seeds), size))
-    for seed, vector in zip(seeds, vectors, strict=True):
-        _draw(Stream(seed), vector)
+    vectors = np.array([gaussian_vector(seed, size).numpy() for seed in seeds], dtype=np.float64)
     vectors.setflags(write=False)
     return vectors
 

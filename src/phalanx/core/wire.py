@@ -65,8 +65,13 @@ def decode_tensor(data: Piece, size: int, dtype: torch.dtype) -> Tensor | None:
     if size == 0:
         return torch.empty(0, dtype=dtype)
     numbers = np.frombuffer(data, _LITTLE[dtype])
-    vector = torch.from_numpy(numbers.astype(_NATIVE[dtype], copy=not numbers.flags.writeable))
-    return vector.view(dtype) if dtype is torch.bfloat16 else vector
+    return _make_tensor(numbers.astype(_NATIVE[dtype], copy=not numbers.flags.writeable), dtype)
+
+
+def _make_tensor(numbers: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """The numbers where they are, as torch sees them."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.view(dtype) if dtype is torch.bfloat16 else tensor
 
 
 def widen(numbers: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
@@ -107,7 +112,7 @@ class Wire:
         ends = list(itertools.accumulate(part.numel() * part.itemsize for part in parts))
         if not ends or ends[-1] > 4 * _SHORT:
             return [view_bytes(part) for part in parts]
-        data = encode_tensor(torch.cat(list(parts)))
+        data = encode_tensor(torch.cat(list(parts)) if len(parts) > 1 else parts[0])
         return [data[start:end] for start, end in itertools.pairwise((0, *ends))]
 
     def decode(self, data: Piece, size: int) -> Tensor | None:
@@ -125,16 +130,16 @@ class Wire:
         """Vectors of one size as the rows of a matrix. All pieces have the length they should have."""
         if len(pieces) * size <= _SHORT:
             joined = np.frombuffer(b"".join(pieces), _LITTLE[self.dtype])
-            return torch.from_numpy(joined.astype(_NATIVE[self.dtype]).reshape(-1, size)).view(self.dtype)
+            return _make_tensor(joined.astype(_NATIVE[self.dtype]).reshape(-1, size), self.dtype)
         numbers = np.empty((len(pieces), size), _NATIVE[self.dtype])
         for row, data in zip(numbers, pieces, strict=True):
             row[:] = np.frombuffer(data, _LITTLE[self.dtype])
-        return torch.from_numpy(numbers).view(self.dtype)
+        return _make_tensor(numbers, self.dtype)
 
     def view_rows(self, matrix: npt.NDArray[np.uint8]) -> Tensor:
         """Vectors whose bytes are the rows of a matrix: where they lie, if this machine holds numbers so."""
         numbers = matrix.view(_LITTLE[self.dtype]).astype(_NATIVE[self.dtype], copy=False)
-        return torch.from_numpy(numbers).view(self.dtype)
+        return _make_tensor(numbers, self.dtype)
 
     def round(self, vector: Tensor) -> Tensor:
         """What others read of a vector that is held here."""

@@ -7,6 +7,8 @@ it may ask whether a token is good, nobody can make one for another key. Outside
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from blake3 import blake3
 
 from phalanx.core.crypto import KEY_SIZE, SIGNATURE_SIZE, Domain, Identity, Signer, compute_digest, verify_signature
@@ -88,7 +90,7 @@ class IdentityExaminer(Examiner):
 
     def __init__(self, verify: Verify = verify_signature) -> None:
         super().__init__(verify)
-        self._known: dict[int, tuple[Signed, Letter | None]] = {}
+        self._known: OrderedDict[int, tuple[Signed, Letter | None]] = OrderedDict()
         self._known_bytes = 0
 
     def examine(self, message: Signed) -> Letter | None:
@@ -99,5 +101,6 @@ class IdentityExaminer(Examiner):
         self._known[id(message)] = message, letter
         self._known_bytes += len(message.body)
         while len(self._known) > _REMEMBERED or self._known_bytes > _REMEMBERED_BYTES:
-            self._known_bytes -= len(self._known.pop(next(iter(self._known)))[0].body)
+            _, (oldest, _) = self._known.popitem(last=False)
+            self._known_bytes -= len(oldest.body)
         return letter
