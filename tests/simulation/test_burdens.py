@@ -78,7 +78,7 @@ FREE = 200
 
 @dataclass(kw_only=True, eq=False)
 class FreeBans(Attack):
-    """Free keys ask to join; once they are on probation each shows one member what has it banned."""
+    """Free keys ask to join through a member; once they are on probation each shows one member what has it banned."""
 
     def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
         return None if isinstance(sign.body, m.Join) else sign
@@ -97,8 +97,8 @@ class FreeBans(Attack):
 
 
 def play_with_free_keys() -> Swarm:
-    options: dict[str, Any] = {"joiners": 1, "strangers": FREE, "admissions": 8, "byzantine": 1, "steps": 30}
-    swarm = play({5: FreeBans()}, founders=5, **options)
+    options: dict[str, Any] = {"strangers": FREE, "admissions": 8, "byzantine": 1, "steps": 30}
+    swarm = play({4: FreeBans()}, founders=5, **options)
     assert len(get_bans(swarm)) > 20, describe(swarm)
     return swarm
 

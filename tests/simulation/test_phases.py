@@ -1,26 +1,30 @@
-"""An equivocator sends honest members to different phases of one height, of which one takes long and another does not.
+"""Some honest members are made to work longer than others: nobody is missed for it.
 
-Those in the short one soon miss those in the long one, and may be a quorum together with the attackers. Nobody may be
-removed for it but who signed two messages.
+An equivocator sends them to different phases of one height, of which one takes long and another does not. Or an accuser
+shows its cases only to some, and the others have to ask for them. Those who are done sooner would miss the others, and
+may be a quorum together with the attackers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from test_breaks import assert_unharmed, describe, get_bans
 
 from phalanx.attacks import Attack, Insider, Mail
+from phalanx.attacks.base import accuse, change_body, note_case
 from phalanx.attacks.justice import Accuser
 from phalanx.core import messages as m
-from phalanx.core.effects import Sign
+from phalanx.core.effects import Delivery, Sign
 from phalanx.core.envelope import open_body
-from phalanx.core.messages import Message, Phase, Rule, Signed
+from phalanx.core.messages import Message, Phase, Rule, Signed, Verdict
 from phalanx.network.simulated import Links, World
 from phalanx.simulation.swarm import Setup, Swarm
+
+QUICK = Links(delta=1.0, low=0.05, high=0.1)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -107,11 +111,65 @@ def is_hidden(insider: Insider, message: Message) -> bool:
     return isinstance(message, m.PartChunk) and (message.owner, message.part) == insider.plot.notes.get("hidden")
 
 
-def play(first: Attack, others: Attack, n: int, b: int, compute_time: float, settings: Mapping[str, Any]) -> Swarm:
+@dataclass(kw_only=True, eq=False)
+class KeepsCases(Attack):
+    """Shows some honest members no case, and votes as if there were nothing to them."""
+
+    victims: int
+    start: int = 4
+
+    def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
+        if isinstance(message, m.MalformedBody):
+            to = tuple(key for key in to if key not in insider.honest[: self.victims])
+        return ((to, message),) if to else ()
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        cases = insider.plot.notes.get("tales", {})
+        if not isinstance(sign.body, m.Vote):
+            return sign
+        ballots = [m.Ballot(x.case, Verdict.INNOCENT) if x.case in cases else x for x in sign.body.ballots]
+        return change_body(sign, ballots=tuple(ballots))
+
+
+@dataclass(kw_only=True, eq=False)
+class ShowsLate(KeepsCases):
+    """Accuses without end, and shows it to all but some when these have just asked for the last time."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        notes = insider.plot.notes
+        if not isinstance(sign.body, m.Confirm) or "tales" in notes:
+            return super().on_body(insider, sign)
+        heard = [message for message in reversed(insider.heard.values()) if message.sender != insider.key]
+        cases = [m.MalformedBody(message) for message in heard[: m.MAX_CASES]]
+        notes["tales"] = {note_case(insider, case): case for case in cases}
+        return accuse(sign, *notes["tales"])
+
+    def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
+        notes, message = insider.plot.notes, delivery.message
+        if not isinstance(message, m.PullProof) or message.case not in notes.get("tales", {}):
+            return delivery
+        if "shown" not in notes:
+            notes["shown"] = True
+            friends = tuple(key for key in insider.view.roster if key in insider.plot.keys and key != insider.key)
+            for case in notes["tales"].values():
+                insider.send_later(1.5, insider.honest[self.victims :], case)
+                insider.send_later(0.0, friends, case)
+        return None
+
+
+def play(
+    first: Attack,
+    others: Attack,
+    n: int,
+    b: int,
+    compute_time: float,
+    settings: Mapping[str, Any],
+    links: Links = QUICK,
+) -> Swarm:
     attackers = {n - b: first} | dict.fromkeys(range(n - b + 1, n), others)
-    usual = {"byzantine": b, "steps": 9, "size": 64, "tau": 1.0, "cap": 100.0}
+    usual: dict[str, Any] = {"byzantine": b, "steps": 9, "size": 64, "tau": 1.0, "cap": 100.0}
     setup = Setup(founders=n, settings=usual | settings, attackers=attackers, compute_time=compute_time)
-    swarm = Swarm(setup, 1, Links(delta=1.0, low=0.05, high=0.1), keep_events=True)
+    swarm = Swarm(setup, 1, replace(links), keep_events=True)
     swarm.run(1500.0, swarm.is_over)
     assert swarm.is_over(), describe(swarm)
     assert "tales" in swarm.plot.notes
@@ -142,3 +200,9 @@ def test_nobody_is_missed_where_only_some_have_to_vote(n: int, b: int, told: int
 @pytest.mark.parametrize(("n", "b", "told"), [(4, 1, 1), (10, 4, 4)])
 def test_nobody_is_missed_where_only_some_wait_for_parts(n: int, b: int, told: int) -> None:
     play(LongTransfer(told=told), Hides(), n, b, 0.0, {"transfer_time": 10.0})
+
+
+@pytest.mark.parametrize(("n", "b"), [(7, 2), (10, 4)])
+def test_nobody_is_missed_who_has_to_ask_for_many_cases(n: int, b: int) -> None:
+    links = Links(delta=1.0, low=0.15, high=0.2)
+    play(ShowsLate(victims=b), KeepsCases(victims=b), n, b, 0.0, {}, links)

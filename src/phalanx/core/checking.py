@@ -242,7 +242,6 @@ def check_case(peer: Peer, case: Case, until: float) -> Story:
         return Verdict.GUILTY if wrong else verdict
     if case.part is not None:
         return _check_part(peer, case.part)
-    yield from fetch_case(peer, case, until)
     charge = peer.cases.get(case.digest)
     if charge is None:
         return Verdict.NOT_RECEIVED
@@ -268,26 +267,23 @@ def count_gradients(peer: Peer, agenda: Sequence[Case]) -> int:
     return len(found)
 
 
-def fetch_case(peer: Peer, case: Case, until: float) -> Story:
+def fetch_cases(peer: Peer, cases: Sequence[Case], until: float) -> Story:
+    """Side by side: no case, however empty, costs another its time."""
+
     def ask() -> Iterable[Effect]:
-        peer.asked.add(("case", peer.view.step, case.digest))
-        yield Broadcast(peer.others, m.PullProof(case.digest))
-
-    yield from fetch(peer, lambda: case.digest in peer.cases, ask, until)
-
-
-def fetch_evidence(peer: Peer, agenda: Sequence[Case]) -> Story:
-    """Everything that the ballots need, side by side: no case, however empty, costs another its time."""
-    charged = [case for case in agenda if case.accusers]
-
-    def ask_cases() -> Iterable[Effect]:
-        for case in charged:
+        for case in cases:
             if case.digest not in peer.cases:
                 peer.asked.add(("case", peer.view.step, case.digest))
                 yield Broadcast(peer.others, m.PullProof(case.digest))
 
+    yield from fetch(peer, lambda: all(case.digest in peer.cases for case in cases), ask, until)
+
+
+def fetch_evidence(peer: Peer, agenda: Sequence[Case]) -> Story:
+    """Everything that the ballots need: first the cases, then the parts that they are about."""
     delta = peer.config.delta
-    yield from fetch(peer, lambda: all(x.digest in peer.cases for x in charged), ask_cases, peer.time + 2 * delta)
+    charged = [case for case in agenda if case.accusers]
+    yield from fetch_cases(peer, charged, peer.time + 2 * delta)
     wanted = {}
     for case in charged:
         charge = peer.cases.get(case.digest)

@@ -15,7 +15,7 @@ from phalanx.core.checking import (
     check_case,
     count_gradients,
     fetch,
-    fetch_case,
+    fetch_cases,
     fetch_evidence,
     find_fetch_time,
     is_kept,
@@ -89,9 +89,10 @@ def conclude(peer: Peer, state: bytes) -> Story:
         offenders = find_offenders(config, transcript, Phase.VOTE)
         if offenders.banned:
             return (yield from abort(peer, offenders))
-        for case in agenda:
-            if case.accusers and is_received(config, transcript, case):
-                yield from fetch_case(peer, case, math.inf)
+        received = [case for case in agenda if case.accusers and is_received(config, transcript, case)]
+        if received:
+            yield from fetch_cases(peer, received, math.inf)
+            peer.entered += 2 * config.delta  # nobody knows who lacked one: what follows waits for all alike
     decision = decide(config, transcript, agenda, peer.cases)
     voted = {case.digest for case in agenda}
     peer.charges = [charge for charge in peer.charges if compute_case_digest(charge) not in voted]

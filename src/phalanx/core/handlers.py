@@ -26,17 +26,7 @@ _ANSWERS = 64
 
 
 def _may_answer(peer: Peer, sender: bytes, kind: type, most: int = _ANSWERS, strangers: int = _ANSWERS) -> bool:
-    """Whether this kind of message has not come too often within ``delta``. No kind uses up what another may need.
-
-    Keys are free, so all that are outside the circle share ``strangers``.
-    """
-    if sender not in peer.circle:
-        sender, most = b"", strangers
-    since, count = peer.answers.get((sender, kind), (-math.inf, 0))
-    if peer.now - since >= peer.config.delta:
-        since, count = peer.now, 0
-    peer.answers[sender, kind] = (since, count + 1)
-    return count < most
+    return peer.may_take(sender, kind, most, strangers)
 
 
 def _may_send_bytes(peer: Peer, sender: bytes, kind: type) -> bool:
@@ -57,8 +47,14 @@ def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Itera
 def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
     if sender not in peer.circle or not _may_answer(peer, sender, m.Certificate):
         return
+    if peer.now - peer.forgers.get(sender, -math.inf) < peer.config.delta:
+        return
+    known = peer.forgeries
     for signed in message.messages:
         yield from peer.take(signed)
+        if peer.forgeries > known:  # nobody honest passes on what it has not checked
+            peer.forgers[sender] = peer.now
+            return
     if peer.seeking is not None:
         height, root, roster = peer.seeking
         letters: Values = {}

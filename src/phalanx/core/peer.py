@@ -6,6 +6,7 @@ Nothing here decides anything. Messages are checked, kept within limits, and giv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -33,6 +34,8 @@ _PAST_HEIGHTS = 64
 FUTURE_HEIGHTS = 4
 _MOST_CASES = 1024
 _MOST_JOINS = 256
+_PASSED_JOINS, _NEW_JOINS = 16, 64
+"""Requests to join that are taken up within ``delta``: from one member, and from all strangers together."""
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
@@ -156,7 +159,12 @@ class Peer:
         """Cases that a slow path cannot end without."""
         self.joins: dict[bytes, Letter] = {}
         self.asked: set[tuple[Any, ...]] = set()
+        self.entered = -math.inf
         self.answers: dict[tuple[bytes, type], tuple[float, int]] = {}
+        """By link and kind: since when messages are counted, and how many came."""
+        self.forgeries = 0
+        self.forgers: dict[bytes, float] = {}
+        """Who passed on what nobody signed, and when."""
         self.partial: dict[tuple[Any, ...], Assembly] = {}
         self.waits: dict[tuple[int, int, bytes], float] = {}
         """Until when I wait for the bytes behind somebody's commit, in this round of checks."""
@@ -194,7 +202,7 @@ class Peer:
         self.duties = compute_duties(self.config, view)
         self.level = view.height - 1
         self.root = view.previous
-        self.entered = self.time
+        self.entered = max(self.time, self.entered)
         self.grace = self.time
         self.member = self.key in view.roster
         self.contributes = self.key in self.duties.contributors
@@ -210,7 +218,7 @@ class Peer:
         self.others = tuple(key for key in view.roster if key != self.key)
         self.banned = frozenset(view.banned)
         """Whose messages are not even looked at: answering them would let a cheat spend our bandwidth."""
-        self.answers.clear()
+        _drop(self.answers, [link for link in self.answers if link[1] is not m.Join or link[0] not in {b"", *here}])
         self.rows = None
         self.bench: Rows | None = None
         """Where long rows of the part that I aggregate are put as they come."""
@@ -311,13 +319,29 @@ class Peer:
             if (self.alarms or self.timeouts) and self.join is not None:
                 yield from self.join(self)
 
+    def may_take(self, sender: bytes, kind: type, most: int, strangers: int) -> bool:
+        """Whether this kind of message has not come too often within ``delta``. No kind uses up what another may need.
+
+        Keys are free, so all that are outside the circle share ``strangers``.
+        """
+        if sender not in self.circle:
+            sender, most = b"", strangers
+        since, count = self.answers.get((sender, kind), (-math.inf, 0))
+        if self.now - since >= self.config.delta:
+            since, count = self.now, 0
+        self.answers[sender, kind] = (since, count + 1)
+        return count < most
+
     def take(self, message: Signed, sender: bytes | None = None) -> Iterable[Any]:
-        """Keep a signed message if it can be of use. Nothing is unpacked before its signature was checked."""
+        """Keep a signed message if it can be of use. Nothing is unpacked before its signature was checked.
+
+        ``sender`` is the one whose link it came by, if it came alone.
+        """
         if message.run != self.run:
             return ()
         domain, height = message.domain, message.height
         if domain is Domain.JOIN:
-            return self._take_join(message, sender)
+            return self._take_join(message, sender) if sender is not None else ()
         if message.sender not in self.circle:
             return ()
         start = self.view.height
@@ -325,6 +349,7 @@ class Peer:
             return ()
         letter = self.examiner.examine(message)
         if letter is None:
+            self.forgeries += 1
             return ()
         if domain is Domain.AGREED:
             page = self.pages.get(height) or self.page(height)
@@ -397,10 +422,15 @@ class Peer:
         self.cases[digest] = proof
         self.proofs.setdefault(accused, digest)
 
-    def _take_join(self, message: Signed, sender: bytes | None) -> Iterable[Any]:
+    def _take_join(self, message: Signed, sender: bytes) -> Iterable[Any]:
+        """A request to join, from who asks or from a member that passes it on: keys are free, and each goes to all."""
         key = message.sender
         view = self.view
         if key in self.joins or key in view.roster or key in view.banned:
+            return ()
+        if sender != key and sender not in view.roster:
+            return ()
+        if not self.may_take(sender, m.Join, _PASSED_JOINS, _NEW_JOINS):
             return ()
         letter = self.examiner.examine(message)
         if letter is None or letter.body is None:
