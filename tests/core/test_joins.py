@@ -1,4 +1,4 @@
-"""Requests to join cost nothing to make: who may send them, and how many are passed on."""
+"""What costs nothing to make, requests to join and signatures: how much of it is looked at and passed on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import structs
 
 from phalanx.core import messages as m
 from phalanx.core.config import Config
-from phalanx.core.crypto import Domain
+from phalanx.core.crypto import Domain, Signer
 from phalanx.core.effects import Broadcast, Delivery, Receive
 from phalanx.core.envelope import Examiner, seal
 from phalanx.core.handlers import HANDLERS
@@ -102,21 +102,27 @@ def test_requests_do_not_travel_in_anything_else(kind: str) -> None:
     assert not peer.joins
 
 
-def test_who_passes_on_a_forgery_is_not_heard_for_a_while() -> None:
-    def make(count: int, forged: int) -> m.Certificate:
-        signer = SIGNERS[3]
-        bodies = [m.Commit(None, bytes([x]) * 32, bytes(32)) for x in range(count)]
-        good = [seal(signer, CONFIG.run, 0, 0, 0, Phase.COMMIT, bytes(32), body) for body in bodies]
-        return m.Certificate(
-            tuple(structs.replace(x, signature=bytes(64)) if y == forged else x for y, x in enumerate(good))
-        )
+def make_certificate(signers: Sequence[Signer], each: int, forged: int | None = None) -> m.Certificate:
+    bodies = [m.Commit(None, bytes([x]) * 32, bytes(32)) for x in range(each)]
+    good = [seal(x, CONFIG.run, 0, 0, 0, Phase.COMMIT, bytes(32), body) for body in bodies for x in signers]
+    return m.Certificate(
+        tuple(structs.replace(x, signature=bytes(64)) if y == forged else x for y, x in enumerate(good))
+    )
 
+
+def test_who_passes_on_a_forgery_is_not_heard_for_a_while() -> None:
     peer, examiner = make_peer()
-    hand_over(peer, 1.0, MEMBERS[1], [make(50, 3)])
+    hand_over(peer, 1.0, MEMBERS[1], [make_certificate(SIGNERS[1:4], 2, forged=3)])
     assert examiner.checked == 4, "what follows the forgery is not looked at"
-    hand_over(peer, 1.5, MEMBERS[1], [make(60, 70)])
+    hand_over(peer, 1.5, MEMBERS[1], [make_certificate(SIGNERS[1:4], 2)])
     assert examiner.checked == 4
-    hand_over(peer, 1.5, MEMBERS[2], [make(60, 70)])
-    assert examiner.checked == 61, "three were known"
-    hand_over(peer, 3.5, MEMBERS[1], [make(62, 70)])
-    assert examiner.checked == 63
+    hand_over(peer, 1.5, MEMBERS[2], [make_certificate(SIGNERS[1:4], 2)])
+    assert examiner.checked == 7, "three were known"
+    hand_over(peer, 3.5, MEMBERS[1], [make_certificate(SIGNERS[1:4], 3)])
+    assert examiner.checked == 10
+
+
+def test_who_signs_without_end_does_not_have_us_check_without_end() -> None:
+    peer, examiner = make_peer()
+    hand_over(peer, 1.0, MEMBERS[1], [make_certificate(SIGNERS[1:2], 200)])
+    assert examiner.checked == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import cast
 
@@ -23,6 +24,9 @@ _STATE_BYTES = 64
 """No state has more bytes than this for each coordinate: parameters, and what optimizers keep of them."""
 _ANSWERS = 64
 """Messages of one kind from one peer that are taken up within ``delta``."""
+
+_OF_ONE_SENDER = 8
+"""Messages that a certificate may hold of one sender: of an honest one there is one at a height."""
 
 
 def _may_answer(peer: Peer, sender: bytes, kind: type, most: int = _ANSWERS, strangers: int = _ANSWERS) -> bool:
@@ -49,8 +53,11 @@ def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
         return
     if peer.now - peer.forgers.get(sender, -math.inf) < peer.config.delta:
         return
-    known = peer.forgeries
+    known, count = peer.forgeries, Counter[bytes]()
     for signed in message.messages:
+        count[signed.sender] += 1
+        if count[signed.sender] > _OF_ONE_SENDER:  # who signs without end would have us check without end
+            continue
         yield from peer.take(signed)
         if peer.forgeries > known:  # nobody honest passes on what it has not checked
             peer.forgers[sender] = peer.now
