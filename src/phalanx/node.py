@@ -140,6 +140,7 @@ def _take_part(
     task = load_task(spec, dict(manifest.task.options))
     prepared = prepare(manifest, task, _say, threads, count_history(settings.attack))
     settings.on_ready, settings.say = _say_where, _say
+    settings.evaluates = prepared.evaluates
     member = Member(manifest, prepared.config, key_file, prepared.solo, settings, prepared.gradients)
     with _on_interrupt(member.leave):
         return member.run()

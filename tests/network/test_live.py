@@ -385,6 +385,25 @@ def test_what_was_foreseen_is_computed_once(stage: Stage) -> None:
     assert stage.machine.computed == [(0, b"a"), (0, b"bc"), (0, b"other")]
 
 
+def test_what_is_asked_for_goes_before_what_is_only_foreseen(stage: Stage) -> None:
+    """A vote allows for one gradient that is being made already, not for all that may be wanted in the next step."""
+    stage.machine.go.clear()
+
+    def story() -> Story:
+        yield foresee((0, b"a"), (0, b"bc"), (0, b"def"))
+        ticket = yield Begin(ComputeGradient(0, b"vote"))
+        stage.machine.go.set()
+        assert (yield Receive(math.inf)).message.ticket == ticket
+        for seed in (b"a", b"bc", b"def"):
+            yield from seek(0, seed)
+
+    stage.driver.run(story())
+    assert stage.machine.computed in (
+        [(0, seed) for seed in (b"a", b"vote", b"bc", b"def")],
+        [(0, seed) for seed in (b"vote", b"a", b"bc", b"def")],  # nothing had begun
+    )
+
+
 @pytest.mark.parametrize("change", [Apply(0, 2 * torch.ones(4)), Undo(0)], ids=["applied anew", "undone"])
 def test_what_was_foreseen_at_another_state_is_dropped(stage: Stage, change: Apply | Undo) -> None:
     def story() -> Story:

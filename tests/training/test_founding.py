@@ -10,16 +10,22 @@ from phalanx import node
 from phalanx.attacks import Attack, combine
 from phalanx.attacks.gradients import Delayed, SignFlip
 from phalanx.core.crypto import Identity
+from phalanx.training import founding
 from phalanx.training.manifest import read_network_manifest
+from phalanx.training.member import Settings
 from phalanx.training.solo import Solo
 
 SMALL = f"{Path(__file__).parent / 'small.py'}:task"
 
 
-def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack | None) -> Solo:
+def prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack | None, told: list[Settings] | None = None
+) -> Solo:
     """What a founder that was started like this computes with."""
 
-    def take_part(manifest: object, config: object, key_file: object, solo: Solo, *rest: object) -> SimpleNamespace:
+    def take_part(_0: object, _1: object, _2: object, solo: Solo, settings: Settings, _3: object) -> SimpleNamespace:
+        if told is not None:
+            told.append(settings)
         return SimpleNamespace(leave=None, run=lambda: solo)
 
     monkeypatch.setattr(node, "Member", take_part)
@@ -68,3 +74,19 @@ def test_the_methods_of_the_paper_are_there_between_machines_too(method: str, tm
     assert manifest.run.method == method
     assert (manifest.clipping.cap == 0.25) == (method == "btard-clipped-sgd")
     assert read_network_manifest(tmp_path / "run.toml") == manifest
+
+
+@pytest.mark.parametrize(("seconds", "evaluates"), [(1.0, True), (61.0, False)])
+def test_who_has_no_time_for_the_metric_says_so_and_computes_it_at_the_end(
+    seconds: float,
+    evaluates: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Gradients wait for it: a peer that evaluates for longer than a gradient may take would be removed as silent."""
+    settings: list[Settings] = []
+    monkeypatch.setattr(founding, "time_evaluation", lambda solo: seconds)
+    prepare(tmp_path, monkeypatch, None, settings)
+    assert [x.evaluates for x in settings] == [evaluates]
+    assert ("the metric takes 61.0 s here" in capsys.readouterr().err) is not evaluates

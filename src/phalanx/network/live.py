@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Condition
@@ -216,7 +216,13 @@ class Driver:
     def _begin(self, effect: Begin) -> int:
         self._ticket += 1
         ticket, place = self._ticket, (effect.work.step, effect.work.seed)
-        future = self._foreseen.pop(place, None) or self._start(*place)
+        future = self._foreseen.pop(place, None)
+        if future is None:  # what is asked for goes before what is only foreseen
+            waiting = [foreseen for foreseen, begun in self._foreseen.items() if begun.cancel()]
+            for foreseen in waiting:
+                del self._foreseen[foreseen]
+            future = self._start(*place)
+            self._start_foreseen(waiting)
         if future is None:
             self._inbox.put(None, Finished(ticket, None))
         else:
@@ -226,10 +232,13 @@ class Driver:
     def _foresee(self, effect: Foresee) -> None:
         """Start on what will probably be asked for, and on nothing else that was foreseen before."""
         self._drop_foreseen(0)
-        for work in effect.find():
-            future = self._start(work.step, work.seed)
+        self._start_foreseen([(work.step, work.seed) for work in effect.find()])
+
+    def _start_foreseen(self, places: Sequence[tuple[int, bytes]]) -> None:
+        for place in places:
+            future = self._start(*place)
             if future is not None:
-                self._foreseen[work.step, work.seed] = future
+                self._foreseen[place] = future
 
     def _start(self, step: int, seed: bytes) -> Future[Tensor] | None:
         compute = self._machine.prepare_gradient(step, seed)

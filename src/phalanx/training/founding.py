@@ -49,6 +49,8 @@ class Prepared:
     config: Config
     gradients: Gradients
     solo: Solo
+    evaluates: bool
+    """Whether there is time for the metric while the run goes on."""
 
 
 def make_network_manifest(
@@ -192,8 +194,15 @@ def prepare(
         )
     if seconds > 0.5 * net.gradient_time:
         say(f"a gradient takes {seconds:.1f} s here, more than half of the {net.gradient_time:g} s that the run allows")
+    evaluation = time_evaluation(solo)
+    evaluates = seconds + evaluation <= net.gradient_time
+    if not evaluates:
+        say(
+            f"the metric takes {evaluation:.1f} s here, and the run allows {net.gradient_time:g} s for a gradient, "
+            "which would have to wait for it: it is computed at the end only"
+        )
     config = manifest.make_config(manifest.founders, gradients.size, solo.start_digest).check()
-    return Prepared(config, gradients, solo)
+    return Prepared(config, gradients, solo, evaluates)
 
 
 def require_whole(name: str, value: int | None, low: int = 1) -> None:
@@ -222,6 +231,13 @@ def time_gradient(solo: Solo) -> float:
         solo.compute_gradient(0, derive_seed(bytes(32), "timing", number.to_bytes(8, "little")))
         taken.append(time.perf_counter() - begun)
     return median(taken[1:])
+
+
+def time_evaluation(solo: Solo) -> float:
+    """Seconds for the metric on this machine."""
+    begun = time.perf_counter()
+    solo.evaluate(solo.start.parameters)
+    return time.perf_counter() - begun
 
 
 def compute_conformance(solo: Solo) -> str:

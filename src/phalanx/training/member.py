@@ -84,6 +84,8 @@ class Settings:
     """Addresses of some who are in the run."""
     shelf: bool | None = None
     """Whether what past steps leave is held in files; None: if the model is large."""
+    evaluates: bool = True
+    """Whether there is time for the metric before the run is over."""
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     attack: Attack | None = None
@@ -407,7 +409,7 @@ class Member:
             self._driver.stop()
         if not self._solo.has_state(view.step, view.state):  # it has to be fetched first
             return
-        if self._recorder.is_evaluation_due(view.step):
+        if self._settings.evaluates and self._recorder.is_evaluation_due(view.step):
             self._evaluate(view.step)
         if self._recorder.is_checkpoint_due(view.step) and view.step < self._config.steps:
             self._checkpoint(view)
