@@ -87,9 +87,18 @@ def test_of_one_member_a_few_are_passed_on_at_a_time() -> None:
 
 def test_strangers_share_what_is_passed_on() -> None:
     peer, examiner = make_peer()
-    passed = [x for y in range(300) for x in hand_over(peer, 1.0, STRANGERS[y].key, [JOINS[y]])]
-    assert len(passed) == examiner.checked == 64
-    assert hand_over(peer, 1.0, MEMBERS[1], JOINS[200:201]) == JOINS[200:201], "members have their own"
+    passed = [x for y in range(200) for x in hand_over(peer, 1.0, STRANGERS[y].key, [JOINS[y]])]
+    assert len(passed) == 64
+    assert len(peer.joins) == 200, "who asks me itself is on my list all the same"
+    assert examiner.checked == 200
+    assert hand_over(peer, 1.0, MEMBERS[1], JOINS[250:251]) == JOINS[250:251], "members have their own"
+
+
+def test_a_stranger_uses_up_nothing_with_requests_that_it_did_not_sign() -> None:
+    peer, _ = make_peer()
+    forged = [structs.replace(JOINS[0], step=step, signature=bytes(64)) for step in range(100)]
+    assert hand_over(peer, 1.0, STRANGERS[0].key, forged) == []
+    assert hand_over(peer, 1.0, STRANGERS[1].key, JOINS[1:2]) == JOINS[1:2]
 
 
 @pytest.mark.parametrize("kind", ["certificate", "alarm"])
@@ -122,7 +131,10 @@ def test_who_passes_on_a_forgery_is_not_heard_for_a_while() -> None:
     assert examiner.checked == 10
 
 
-def test_who_signs_without_end_does_not_have_us_check_without_end() -> None:
+@pytest.mark.parametrize("seeking", [False, True])
+def test_who_signs_without_end_does_not_have_us_check_without_end(seeking: bool) -> None:
     peer, examiner = make_peer()
+    if seeking:
+        peer.seek(0, bytes(32), tuple(MEMBERS))
     hand_over(peer, 1.0, MEMBERS[1], [make_certificate(SIGNERS[1:2], 200)])
     assert examiner.checked == 8

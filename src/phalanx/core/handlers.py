@@ -54,10 +54,12 @@ def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
     if peer.now - peer.forgers.get(sender, -math.inf) < peer.config.delta:
         return
     known, count = peer.forgeries, Counter[bytes]()
+    messages = []
     for signed in message.messages:
         count[signed.sender] += 1
         if count[signed.sender] > _OF_ONE_SENDER:  # who signs without end would have us check without end
             continue
+        messages.append(signed)
         yield from peer.take(signed)
         if peer.forgeries > known:  # nobody honest passes on what it has not checked
             peer.forgers[sender] = peer.now
@@ -65,7 +67,7 @@ def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:
     if peer.seeking is not None:
         height, root, roster = peer.seeking
         letters: Values = {}
-        for signed in message.messages:
+        for signed in messages:
             letter = peer.examiner.examine(signed) if signed.height == height and signed.run == peer.run else None
             if letter is not None:
                 letters.setdefault(signed.sender, letter)

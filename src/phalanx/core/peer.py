@@ -35,7 +35,7 @@ FUTURE_HEIGHTS = 4
 _MOST_CASES = 1024
 _MOST_JOINS = 256
 _PASSED_JOINS, _NEW_JOINS = 16, 64
-"""Requests to join that are taken up within ``delta``: from one member, and from all strangers together."""
+"""Requests to join that are passed on within ``delta``: those of one member, and those of all strangers together."""
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
@@ -218,6 +218,7 @@ class Peer:
         self.others = tuple(key for key in view.roster if key != self.key)
         self.banned = frozenset(view.banned)
         """Whose messages are not even looked at: answering them would let a cheat spend our bandwidth."""
+        _drop(self.forgers, [key for key in self.forgers if key not in self.circle])
         _drop(self.answers, [link for link in self.answers if link[1] is not m.Join or link[0] not in {b"", *here}])
         self.rows = None
         self.bench: Rows | None = None
@@ -428,9 +429,7 @@ class Peer:
         view = self.view
         if key in self.joins or key in view.roster or key in view.banned:
             return ()
-        if sender != key and sender not in view.roster:
-            return ()
-        if not self.may_take(sender, m.Join, _PASSED_JOINS, _NEW_JOINS):
+        if sender != key and not (sender in view.roster and self.may_take(sender, m.Join, _PASSED_JOINS, 0)):
             return ()
         letter = self.examiner.examine(message)
         if letter is None or letter.body is None:
@@ -441,6 +440,8 @@ class Peer:
             del self.joins[worst]
             if worst == key:
                 return ()
+        if sender == key and not self.may_take(sender, m.Join, _PASSED_JOINS, _NEW_JOINS):
+            return ()
         return (Broadcast(self.others, message),)  # whoever knows one member is known to all
 
     # ---- Long bytes
