@@ -324,7 +324,7 @@ def run_averager(seat: Seat) -> list[Lap]:
     return laps
 
 
-def start_transport(seat: Seat, run: bytes, deliver: Callable[[bytes, Message], bool | None]) -> Transport:
+def start_transport(seat: Seat, run: bytes, deliver: Callable[[bytes, Message, int], bool | None]) -> Transport:
     """A transport that knows all others, and is known to them."""
     transport = Transport(key_file(seat.plan, seat.rank), run, deliver, listen=LOOPBACK)
     transport.start()
@@ -343,7 +343,7 @@ def key_file(plan: Plan, rank: int) -> Path:
 def run_butterfly(seat: Seat) -> list[Lap]:
     inbox: SimpleQueue[Message] = SimpleQueue()
     keep_freed_memory()
-    transport = start_transport(seat, RUN, lambda sender, message: inbox.put(message))
+    transport = start_transport(seat, RUN, lambda sender, message, size: inbox.put(message))
     try:
         keys = seat.meet(transport.key)
         given = make_vector(seat.rank, seat.plan.size)

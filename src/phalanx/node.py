@@ -218,7 +218,7 @@ def _fetch(address: str, key_file: Path, folder: Path, trust: str | None) -> tup
     """The manifest from an address, and the task to run: code from strangers only if its hash is trusted."""
     from phalanx.network.transport import Transport
 
-    transport = Transport(key_file, bytes(32), lambda key, message: True, listen=(), peers=(address,))
+    transport = Transport(key_file, bytes(32), lambda key, message, size: True, listen=(), peers=(address,))
     transport.start()
     try:
         _say(f"asking {address} for the manifest")

@@ -339,7 +339,7 @@ class Peer:
         self.transport = Transport(path, RUN, self.take, listen=LOOPBACK, peers=peers, limits=limits)
         self.transport.start()
 
-    def take(self, key: bytes, message: Message) -> bool:
+    def take(self, key: bytes, message: Message, size: int) -> bool:
         self.inbox.append((key, message))
         return self.has_room
 
@@ -567,6 +567,41 @@ def test_strangers_share_a_few_streams(tmp_path: Path) -> None:
         assert len(alice.inbox) == 1
 
 
+def test_strangers_that_do_not_read_share_one_room_and_leave_it_to_others(tmp_path: Path) -> None:
+    """They may have as many keys as they like: what waits for all of them together is bounded."""
+    limits = Limits(stranger_queue=8 * MAX_CHUNK, strangers_queue=12 * MAX_CHUNK)
+    with make_peers(tmp_path, "a", limits=limits) as (alice,):
+        greedy = [Identity.generate().key for _ in range(10)]
+        modest = Identity.generate().key
+        for number in range(8):
+            alice.transport.send(greedy, chunk(number))
+        alice.transport.send([modest], chunk(8))
+        await_that(lambda: (modest, Lane.BULK) in alice.transport._outboxes, "nothing waits")
+        waiting = {key: alice.transport._outboxes[key, Lane.BULK].waiting for key in (*greedy, modest)}
+        assert sum(waiting.values()) <= 12 * MAX_CHUNK
+        assert waiting[modest] > MAX_CHUNK, "who asks for little is served"
+        assert alice.transport.dropped >= 81 - 12
+
+
+@pytest.mark.parametrize(("lane", "message"), [(SMALL, chunk(0, 10)), (BULK, PullChain(0))])
+def test_a_message_in_the_wrong_lane_ends_the_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lane: str, message: Message
+) -> None:
+    """In the other one its quota would be another, or nothing would hold it back."""
+
+    async def send(daemon: Daemon) -> None:
+        with await daemon.open_stream(alice.key, lane) as stream:
+            await asyncio.get_running_loop().sock_sendall(stream, encode_frame(message))
+            await is_closed(stream)
+
+    with make_peers(tmp_path, "a") as (alice,):
+        Identity.generate().save(tmp_path / "evil.key")
+        alice.transport.set_circle(frozenset({alice.key, Identity.load(tmp_path / "evil.key").key}), NOBODY)
+        talk_as(tmp_path / "evil.key", alice, send)
+        assert not alice.inbox
+    assert "has no place here" in caplog.text
+
+
 def test_who_sends_too_much_is_read_more_slowly_and_not_cut(tmp_path: Path) -> None:
     limits = Limits(member_small=Quota(messages=50, bytes=1 << 20, burst=0.2))
     with make_peers(tmp_path, "a", "b", limits=limits) as (alice, bob):
@@ -629,15 +664,15 @@ def test_what_is_wrong_with_the_start_is_said(tmp_path: Path) -> None:
     Identity.generate().save(tmp_path / "a.key")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = [f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"]
-        transport = Transport(tmp_path / "a.key", RUN, lambda key, message: None, listen=listen)
+        transport = Transport(tmp_path / "a.key", RUN, lambda key, message, size: None, listen=listen)
         with pytest.raises(LocalError, match="already in use"):
             transport.start()
         transport.close()
         with pytest.raises(LocalError, match="make a new one"):
             transport.start()
     with pytest.raises(LocalError, match="not the address of a peer"):
-        Transport(tmp_path / "a.key", RUN, lambda key, message: None, peers=["/ip4/1.2.3.4/tcp/1"])
-    unused = Transport(tmp_path / "a.key", RUN, lambda key, message: None)
+        Transport(tmp_path / "a.key", RUN, lambda key, message, size: None, peers=["/ip4/1.2.3.4/tcp/1"])
+    unused = Transport(tmp_path / "a.key", RUN, lambda key, message, size: None)
     unused.set_circle(NOBODY, NOBODY)
     unused.send([bytes(32)], PullManifest())
     unused.close()

@@ -71,6 +71,8 @@ class Limits:
     """Bytes of chunks that wait for one member: at least three gradients, or parts of them are dropped."""
     stranger_queue: int = 16 * _MIB
     """Bytes that wait in each lane for one who is no member."""
+    strangers_queue: int = 64 * _MIB
+    """Bytes that wait for all of these together."""
     queue_messages: int = 4096
     """Messages that wait for one receiver in one lane."""
     member_small: Quota = Quota(messages=1000, bytes=16 * _MIB)
@@ -182,6 +184,10 @@ class Circle:
 # ---- Sending
 
 
+def find_lane(message: Message) -> Lane:
+    return Lane.BULK if isinstance(message, CHUNKS) else Lane.SMALL
+
+
 class Parcel:
     """A message as it goes on a stream: encoded once, whoever gets it."""
 
@@ -193,7 +199,7 @@ class Parcel:
         self.pieces = (header + data,) if len(data) <= _JOIN else (header, data)
         self.size = _HEADER + len(data)
         self.kind = name_kind(message)
-        self.lane = Lane.BULK if isinstance(message, CHUNKS) else Lane.SMALL
+        self.lane = find_lane(message)
         self.payload = len(message.data) if isinstance(message, CHUNKS) else 0
 
     @property
@@ -219,7 +225,8 @@ class Outbox:
         self._open_stream, self._sent, self._limits = open_stream, sent, limits
         self._get_room = get_room
         self._queue: deque[Parcel] = deque()
-        self._bytes = 0
+        self.waiting = 0
+        """How many bytes."""
         self._is_first_begun = False
         self._filled, self._roused = asyncio.Event(), asyncio.Event()
         self._ending = False
@@ -231,17 +238,26 @@ class Outbox:
     def put(self, parcel: Parcel) -> None:
         """Line up a message. The oldest ones that nothing was sent of give way if there are too many."""
         self._queue.append(parcel)
-        self._bytes += parcel.size
+        self.waiting += parcel.size
         self.last_used = time.monotonic()
-        room, oldest = self._get_room(), int(self._is_first_begun)
-        while len(self._queue) > oldest + 1 and self._is_above(room):
-            self._bytes -= self._queue[oldest].size
-            del self._queue[oldest]
-            self.dropped += 1
+        room, begun = self._get_room(), int(self._is_first_begun)
+        while len(self._queue) > begun + 1 and self._is_above(room):
+            self.drop()
         self._filled.set()
 
     def _is_above(self, room: int) -> bool:
-        return self._bytes > room or len(self._queue) > self._limits.queue_messages
+        return self.waiting > room or len(self._queue) > self._limits.queue_messages
+
+    def drop(self) -> int:
+        """Give up the oldest message that nothing was sent of; the result is how many bytes it had, 0 for none."""
+        oldest = int(self._is_first_begun)
+        if len(self._queue) <= oldest:
+            return 0
+        size = self._queue[oldest].size
+        del self._queue[oldest]
+        self.waiting -= size
+        self.dropped += 1
+        return size
 
     def rouse(self) -> None:
         """There is reason to believe that the receiver can be reached: do not wait out a pause."""
@@ -291,7 +307,7 @@ class Outbox:
             finally:
                 self._is_first_begun = False
             self._queue.popleft()
-            self._bytes -= parcel.size
+            self.waiting -= parcel.size
             self._sent(parcel)
         if not ended.done():
             await loop.sock_sendall(stream, _GOODBYE)

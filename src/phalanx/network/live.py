@@ -8,7 +8,7 @@ chunks: no agreed message waits behind a gradient.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -45,8 +45,10 @@ from phalanx.network.traffic import CHUNKS
 
 _LONGEST_WAIT = 0.5
 """Seconds: a signal handler may wake the story in the very moment before it falls asleep, and would not be heard."""
-_CHUNK_COST = 512
-"""Bytes that a chunk takes beside its data: one without any takes room as well."""
+_COST = 512
+"""Bytes that a message takes beside its data: one without any takes room as well."""
+_SMALL_ROOM = 1 << 26
+"""Bytes of one sender's small messages that may wait: more than its quota lets through at once."""
 _Item: TypeAlias = tuple[bytes | None, Message | Finished | Leave]
 
 
@@ -71,26 +73,34 @@ class Inbox:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._small: deque[_Item] = deque()
+        self._small: deque[tuple[_Item, int]] = deque()
+        self._of_each: Counter[bytes] = Counter()
         self._chunks: deque[_Item] = deque()
         self._calls: deque[Callable[[], object]] = deque()
         self._bytes = 0
         self._full = False
         self._changed = Condition()
-        self.heard: set[bytes] = set()
-        """Who has sent anything."""
+        self.awaited: set[bytes] = set()
+        """Of these, who has not sent anything yet."""
 
-    def put(self, sender: bytes | None, message: Message | Finished | Leave) -> bool:
-        """Whether there is room for more chunks."""
+    def put(self, sender: bytes | None, message: Message | Finished | Leave, size: int = 0) -> bool:
+        """Take something in; whether there is room for more chunks.
+
+        ``size`` is what a small message from outside took on its way. Whoever sends more of them than we get round to
+        loses some, as the network may lose any.
+        """
         with self._changed:
-            if sender is not None and sender not in self.heard:
-                self.heard.add(sender)
+            if sender is not None:
+                self.awaited.discard(sender)
             if isinstance(message, CHUNKS):
                 self._chunks.append((sender, message))
-                self._bytes += len(message.data) + _CHUNK_COST
+                self._bytes += len(message.data) + _COST
                 self._full = self._full or self._bytes >= self._most
-            else:
-                self._small.append((sender, message))
+            elif sender is None or not size:
+                self._small.append(((sender, message), 0))
+            elif self._of_each[sender] < _SMALL_ROOM:
+                self._of_each[sender] += size + _COST
+                self._small.append(((sender, message), size + _COST))
             self._changed.notify()
             return not self._full
 
@@ -111,12 +121,20 @@ class Inbox:
             if self._calls:
                 return self._calls.popleft(), False
             if self._small:
-                return self._small.popleft(), False
+                return self._take_small(), False
             item = self._chunks.popleft()
-            self._bytes -= len(item[1].data) + _CHUNK_COST  # type: ignore[union-attr]
+            self._bytes -= len(item[1].data) + _COST  # type: ignore[union-attr]
             drained = self._full and 2 * self._bytes <= self._most
             self._full = self._full and not drained
             return item, drained
+
+    def _take_small(self) -> _Item:
+        item, cost = self._small.popleft()
+        if item[0] is not None and cost:
+            self._of_each[item[0]] -= cost
+            if not self._of_each[item[0]]:
+                del self._of_each[item[0]]
+        return item
 
 
 class Driver:

@@ -22,9 +22,9 @@ from phalanx.core.errors import LocalError, Malformed
 from phalanx.core.messages import Message
 from phalanx.network.addresses import is_loopback, name_peer, parse_address
 from phalanx.network.contacts import Answerer, Contacts
-from phalanx.network.lanes import Circle, Complaints, FrameStream, Lane, Limits, Outbox, Parcel, Quota
+from phalanx.network.lanes import Circle, Complaints, FrameStream, Lane, Limits, Outbox, Parcel, Quota, find_lane
 from phalanx.network.libp2p import Daemon, Tasks, Unreachable
-from phalanx.network.traffic import Count, Traffic
+from phalanx.network.traffic import Count, Traffic, name_kind
 
 __all__ = ["Limits", "Quota", "Transport", "Unreachable"]
 
@@ -39,15 +39,15 @@ _SILENCE = 10.0  # after which a stranger's stream gives way to another's
 class Transport:
     """Long-lived framed streams to other peers, with an event loop in a thread of its own.
 
-    All methods may be called from any thread. ``deliver(sender, message)`` is called in the transport's own; if it
-    returns False the receiver took the message and wants no more chunks for now, until :meth:`resume`.
+    All methods may be called from any thread. ``deliver(sender, message, size)`` is called in the transport's own; if
+    it returns False the receiver wants no more chunks for now, until :meth:`resume`.
     """
 
     def __init__(
         self,
         key_file: Path,
         run: bytes,
-        deliver: Callable[[bytes, Message], bool | None],
+        deliver: Callable[[bytes, Message, int], bool | None],
         *,
         listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
         announce: Sequence[str] = (),
@@ -245,9 +245,11 @@ class Transport:
             return
         for key in to:
             if key == self.key:
-                self._hand_over(key, message)
+                self._hand_over(key, message, 0)
             elif key not in self._circle.banned and (outbox := self._get_outbox(key, parcel.lane)) is not None:
                 outbox.put(parcel)
+                if key not in self._circle.members:
+                    self._shorten_queues()
 
     def _get_outbox(self, key: bytes, lane: Lane) -> Outbox | None:
         outbox = self._outboxes.get((key, lane))
@@ -275,6 +277,17 @@ class Transport:
             return False
         self._drop_outbox(oldest)
         return True
+
+    def _shorten_queues(self) -> None:
+        """Keys are free, so all that are no members share some room; whoever has most waiting gives way."""
+        strange = [outbox for (key, _), outbox in self._outboxes.items() if key not in self._circle.members]
+        excess = sum(outbox.waiting for outbox in strange) - self._limits.strangers_queue
+        while excess > 0 and strange:
+            fullest = max(strange, key=lambda outbox: outbox.waiting)
+            freed = fullest.drop()
+            excess -= freed
+            if not freed:
+                strange.remove(fullest)
 
     def _drop_outbox(self, place: _Place) -> None:
         outbox = self._outboxes.pop(place)
@@ -334,7 +347,10 @@ class Transport:
                 frame = await frames.read(lambda: self._circle.get_frame_limit(key, lane))
                 if frame is None:
                     return
-                self._hand_over(key, decode_message(frame))
+                message = decode_message(frame)
+                if find_lane(message) is not lane:  # each has its quotas, and its own way to wait
+                    raise Malformed(f"a {name_kind(message)} has no place here")
+                self._hand_over(key, message, len(frame))
                 incoming.last_heard = time.monotonic()
                 await self._circle.hold_to_quota(key, lane, len(frame))
         except Malformed as complaint:
@@ -344,8 +360,8 @@ class Transport:
         except (OSError, EOFError):
             pass  # it will open another
 
-    def _hand_over(self, key: bytes, message: Message) -> None:
-        if self._deliver(key, message) is False:
+    def _hand_over(self, key: bytes, message: Message, size: int) -> None:
+        if self._deliver(key, message, size) is False:
             self._has_room.clear()
 
     def _set_circle(self, members: frozenset[bytes], banned: frozenset[bytes]) -> None:

@@ -137,6 +137,7 @@ class Member:
         self._journal = Journal(settings.out / JOURNAL, config.run)
         self._recorder = self._make_recorder(evaluator)
         self._inbox = Inbox(_INBOX)
+        self._inbox.awaited = set(config.founders) - {self._key}
         self._transport = Transport(
             key_file,
             config.run,
@@ -293,8 +294,8 @@ class Member:
             return False
         others, said = founders - {key}, -1
         patience = time.monotonic() + self._settings.patience
-        while not others <= self._inbox.heard and not self._stopping:
-            missing = len(others - self._inbox.heard)
+        while self._inbox.awaited and not self._stopping:
+            missing = len(self._inbox.awaited)
             if missing != said:
                 said = missing
                 self._say(f"waiting for {missing} of {len(others)} other founders")
