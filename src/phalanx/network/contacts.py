@@ -25,6 +25,7 @@ from phalanx.network.addresses import (
     encode_page,
     name_peer,
 )
+from phalanx.network.door import Door
 from phalanx.network.lanes import ASK, Circle, Complaints, FrameStream, Limits
 from phalanx.network.libp2p import Daemon, Tasks, Unreachable
 
@@ -44,7 +45,9 @@ _MEET_PAUSE = 15.0
 class Contacts:
     """The book of addresses, and questions in both directions. It lives in the transport's event loop."""
 
-    def __init__(self, circle: Circle, limits: Limits, complaints: Complaints, peers: Sequence[Address]) -> None:
+    def __init__(
+        self, circle: Circle, door: Door, limits: Limits, complaints: Complaints, peers: Sequence[Address]
+    ) -> None:
         self.book = Book()
         self.own: tuple[str, ...] = ()
         """Where others can find us."""
@@ -52,7 +55,8 @@ class Contacts:
         self.answerers: dict[str, Answerer] = {BOOK: self._answer_book}
         self.found: Callable[[bytes], None] = lambda key: None
         """Called with whom there are new addresses of."""
-        self._circle, self._limits, self._complaints, self._peers = circle, limits, complaints, tuple(peers)
+        self._circle, self._door, self._limits = circle, door, limits
+        self._complaints, self._peers = complaints, tuple(peers)
         self._asking: dict[bytes, int] = {}
         self._tasks = Tasks()
         self._meeting: asyncio.Task[None] | None = None
@@ -114,12 +118,13 @@ class Contacts:
 
     async def serve(self, what: str) -> None:
         """Have others' questions about ``what`` answered."""
-        await self._get_daemon().serve(_name_service(what), lambda key, stream: self._accept(key, what, stream))
+        acceptor = self._door.guard(lambda key, stream: self._accept(key, what, stream))
+        await self._get_daemon().serve(_name_service(what), acceptor)
 
     def _accept(self, key: bytes, what: str, stream: socket.socket) -> None:
         if not self._may_ask(key):
             stream.close()
-            self._complaints.say("questions", "a question of peer %s was refused", name_peer(key))
+            self._complaints.say("questions", "a question of peer %s was refused", key)
             return
         self._asking[key] = self._asking.get(key, 0) + 1
         task = self._tasks.spawn(self._answer(key, what, stream))

@@ -35,8 +35,8 @@ _JOIN = 1 << 14  # bytes that are cheaper to copy behind their header than to se
 _BUCKETS = 4096
 _MIB = 1 << 20
 
-ASK = "ask"
-"""What questions count as, beside the two lanes."""
+ASK, OPEN = "ask", "open"
+"""What questions count as, beside the two lanes; and new streams."""
 
 
 class Lane(StrEnum):
@@ -79,6 +79,8 @@ class Limits:
     """Above what a slow path may need: a few frames of the largest size within a delta."""
     member_bulk: Quota = Quota(messages=4000, bytes=1024 * _MIB)
     stranger: Quota = Quota(messages=20, bytes=64 * 1024)
+    openings: Quota = Quota(messages=2, bytes=1, burst=32)
+    """Streams that one peer may open, for all purposes: many more than one opens whose network comes and goes."""
     stranger_frame: int = 64 * 1024
     bulk_frame: int = MAX_CHUNK + 4096
     strangers: int = 32
@@ -123,14 +125,15 @@ class Complaints:
         self._silenced: dict[str, int] = {}
 
     def say(self, kind: str, text: str, *arguments: object) -> None:
-        """Log a warning. ``kind`` is one of ours, never a peer's words: there are only so many."""
+        """Log a warning. ``kind`` is one of ours, never a peer's words: there are only so many. Keys are named."""
         now = time.monotonic()
         if now - self._last.get(kind, -1.0) < 1.0:
             self._silenced[kind] = self._silenced.get(kind, 0) + 1
             return
         self._last[kind] = now
         more = self._silenced.pop(kind, 0)
-        log.warning(text + (f" ({more} more like this)" if more else ""), *arguments)
+        named = [name_peer(argument) if isinstance(argument, bytes) else argument for argument in arguments]
+        log.warning(text + (f" ({more} more like this)" if more else ""), *named)
 
 
 class Circle:
@@ -146,7 +149,7 @@ class Circle:
         """Change who is who. Whoever comes in or goes out starts with the quota of its new place."""
         members -= banned
         for key in members ^ self.members:
-            for what in (Lane.SMALL, Lane.BULK, ASK):
+            for what in (Lane.SMALL, Lane.BULK, ASK, OPEN):
                 self._buckets.pop((key, what), None)
         self.members, self.banned = members, banned
 
@@ -165,20 +168,33 @@ class Circle:
         """Count a message; wait if there were too many. Nothing more is read of the stream meanwhile."""
         pause = self._get_bucket(key, what).take(size, time.monotonic())
         if pause > 0:
-            self._complaints.say("quota", "peer %s sends too much and is read more slowly", name_peer(key))
+            self._complaints.say("quota", "peer %s sends too much and is read more slowly", key)
             await asyncio.sleep(pause)
+
+    def may_open(self, key: bytes) -> bool:
+        """Count a stream that somebody opened; whether there were not too many."""
+        if self._get_bucket(key, OPEN).take(0, time.monotonic()) == 0:
+            return True
+        self._complaints.say("openings", "peer %s opens too many streams; they are not read", key)
+        return False
 
     def _get_bucket(self, key: bytes, what: str) -> Bucket:
         """The count outlives streams: opening a new one gives nobody a new quota."""
         bucket = self._buckets.get((key, what))
         if bucket is None:
-            limits = self._limits
-            quota = limits.member_bulk if what == Lane.BULK else limits.member_small
-            bucket = Bucket(quota if key in self.members else limits.stranger, time.monotonic())
+            bucket = Bucket(self._find_quota(key, what), time.monotonic())
             if len(self._buckets) >= _BUCKETS:
                 del self._buckets[next(iter(self._buckets))]
             self._buckets[key, what] = bucket
         return bucket
+
+    def _find_quota(self, key: bytes, what: str) -> Quota:
+        limits = self._limits
+        if what == OPEN:
+            return limits.openings
+        if key not in self.members:
+            return limits.stranger
+        return limits.member_bulk if what == Lane.BULK else limits.member_small
 
 
 # ---- Sending

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from phalanx.core.crypto import Identity, format_peer_id, parse_peer_id
+from phalanx.core.crypto import Identity, format_peer_id, is_usable_key
 from phalanx.core.errors import LocalError
 from phalanx.network.addresses import Address, encode_place, encode_unix_path, format_place, is_loopback, name_peer
 
@@ -482,9 +482,9 @@ def _id_of(key: bytes) -> bytes:
 def _key_of(peer_id: bytes) -> bytes:
     """The key in a peer id in bytes; ValueError if it is none like ours."""
     key = peer_id[6:]
-    if peer_id[:6] != bytes.fromhex("002408011220"):
+    if peer_id[:6] != bytes.fromhex("002408011220") or not is_usable_key(key):
         raise ValueError("not an Ed25519 key")
-    return parse_peer_id(format_peer_id(key))
+    return key
 
 
 def _shorten(text: str) -> str:

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 from phalanx.core.codec import decode_message
 from phalanx.core.errors import LocalError, Malformed
 from phalanx.core.messages import Message
-from phalanx.network.addresses import is_loopback, name_peer, parse_address
+from phalanx.network.addresses import is_loopback, parse_address
 from phalanx.network.contacts import Answerer, Contacts
+from phalanx.network.door import Door
 from phalanx.network.lanes import Circle, Complaints, FrameStream, Lane, Limits, Outbox, Parcel, Quota, find_lane
 from phalanx.network.libp2p import Daemon, Tasks, Unreachable
 from phalanx.network.traffic import Count, Traffic, name_kind
@@ -63,11 +64,12 @@ class Transport:
         self._traffic, self._dropped = Traffic(), 0
         self._complaints = Complaints()
         self._circle = Circle(limits, self._complaints)
-        self._contacts = Contacts(self._circle, limits, self._complaints, self._peers)
+        self._tasks = Tasks()
+        self._door = Door(self._circle, self._tasks)
+        self._contacts = Contacts(self._circle, self._door, limits, self._complaints, self._peers)
         self._contacts.found = self._rouse
         self._outboxes: dict[_Place, Outbox] = {}
         self._incoming: dict[_Place, _Incoming] = {}
-        self._tasks = Tasks()
         self._stopping, self._has_room = asyncio.Event(), asyncio.Event()
         self._has_room.set()
         self._ready: Future[None] = Future()
@@ -194,7 +196,7 @@ class Transport:
             self.key = daemon.key
             self._contacts.own = tuple(await daemon.get_addresses())
             for lane in Lane:
-                await daemon.serve(self._protocols[lane], _Acceptor(self._accept, lane))
+                await daemon.serve(self._protocols[lane], self._door.guard(_Acceptor(self._accept, lane)))
             await self._contacts.use(daemon)
         except BaseException:
             await daemon.close()
@@ -309,7 +311,7 @@ class Transport:
         place = key, lane
         if not self._may_open(key, lane):
             stream.close()
-            self._complaints.say("refused", "a %s stream of peer %s was refused", lane, name_peer(key))
+            self._complaints.say("refused", "a %s stream of peer %s was refused", lane, key)
             return
         if place in self._incoming:
             self._incoming[place].task.cancel()
@@ -354,9 +356,9 @@ class Transport:
                 incoming.last_heard = time.monotonic()
                 await self._circle.hold_to_quota(key, lane, len(frame))
         except Malformed as complaint:
-            self._complaints.say("malformed", "peer %s, %s lane: %s", name_peer(key), lane, complaint)
+            self._complaints.say("malformed", "peer %s, %s lane: %s", key, lane, complaint)
         except TimeoutError:
-            self._complaints.say("stalled", "peer %s, %s lane: a frame came too slowly", name_peer(key), lane)
+            self._complaints.say("stalled", "peer %s, %s lane: a frame came too slowly", key, lane)
         except (OSError, EOFError):
             pass  # it will open another
 
