@@ -72,7 +72,7 @@ class Split:
         """Called all the time; as a wish to stop, which it never is."""
         now, steps = time.monotonic(), [process.step for process in swarm.processes]
         if self.cut_at is None:
-            if min(steps) >= self.at and count_members(swarm) == PEERS:
+            if count_members(swarm) == PEERS and min(steps) >= max(self.at, find_last_change(swarm) + 3):
                 self.net.partition(self.groups)
                 self.cut_at = now
         elif self.before is None:
@@ -88,6 +88,12 @@ def count_members(swarm: Swarm) -> int:
     """A machine with too much to do removes honest peers for being late; they come back."""
     changes = {events.Joined: 1, events.Removed: -1, events.Left: -1}
     return PEERS + sum(changes.get(type(event), 0) for event in swarm.merged)
+
+
+def find_last_change(swarm: Swarm) -> int:
+    """The last step in which somebody came or went: until that is settled, fewer than all may be a majority."""
+    changes = (events.Joined, events.Removed, events.Left)
+    return max((event.step for event in swarm.merged if isinstance(event, changes)), default=0)
 
 
 @dataclass

@@ -180,9 +180,10 @@ def test_a_stranger_joins_leaves_and_comes_back(crowd: Crowd, tmp_path: Path) ->
         process = start_command(join, tmp_path, output)
         wait_for(lambda: len(tell(folder, events.Joined)) > before or process.poll() is not None, "coming back")
         assert process.poll() is None, output.read_text()
+        wait_for(lambda: "step " in output.read_text().rpartition("resumed at step")[2], "a sign of its second life")
+        wait_for(lambda: len([e for e in crowd.tell(events.Joined) if e.key == name]) > 1, "the others see it come")
         times = [event.step for event in crowd.tell(events.Joined) if event.key == name]
         left = next(event.step for event in crowd.tell(events.Left) if event.key == name)
-        assert "step " in output.read_text().rpartition("resumed at step")[2], "it shows nothing of its second life"
         assert len(times) == 2
         assert times[1] >= left + SETTINGS["probation"]
     finally:

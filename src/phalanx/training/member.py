@@ -129,6 +129,7 @@ class Member:
         self._index = {key: place for place, key in enumerate(config.founders)}
         self._told: set[tuple[Any, ...]] = set()
         self._leaving = self._left = False
+        self._left_at: int | None = None
         self._finished = self._banned = self._stopping = False
         self._halted = False
         self._say = settings.say
@@ -328,6 +329,8 @@ class Member:
                 self._finish_step(event)
             case notes.Jumped():
                 self._meet(event.view)
+                if self._has_gone_on(event.view):
+                    self._driver.stop()
             case notes.Banned() if self._is_news("banned", event.key):
                 self._recorder.add(events.make_banned(event, self._index))
             case notes.Removed() if self._is_news("removed", event.key, event.step):
@@ -373,7 +376,12 @@ class Member:
         self._recorder.add(
             events.Left(event.step, place, text) if left else events.Removed(event.step, place, text, event.reason)
         )
-        self._left = self._left or (self._leaving and event.key == self._key)
+        if self._leaving and event.key == self._key:
+            self._left, self._left_at = True, event.step
+
+    def _has_gone_on(self, view: View) -> bool:
+        """Whether the step after the one that I left in is done: nobody needs me, and I need not run after them."""
+        return self._left_at is not None and view.step > self._left_at + 1 and self._key not in view.roster
 
     def _tell_halted(self, event: notes.Halted) -> None:
         self._halted = True
