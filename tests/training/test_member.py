@@ -1,4 +1,4 @@
-"""What a peer writes into its log when the run halts and when it goes on, in swarms of the simulator."""
+"""What a peer writes into its log when the run halts and when it goes on, and when one that left has an end of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from phalanx import events
 from phalanx.core import events as notes
 from phalanx.core.crypto import Domain
+from phalanx.core.justice import LEFT
 from phalanx.simulation.swarm import Setup, Swarm
 from phalanx.training.member import Member
 
@@ -22,6 +24,7 @@ class Scribe:
         self._member = member = Member.__new__(Member)
         member._peer, member._index = swarm._peers[key], {key: place for place, key in enumerate(swarm.keys)}
         member._told, member._halted, member._leaving, member._left = set(), False, False, False
+        member._left_at, member._key = None, key
         member._recorder = SimpleNamespace(add=self.told.append)  # type: ignore[assignment]
         member._meet = member._finish_step = member._finish_run = lambda *arguments: None  # type: ignore[method-assign]
 
@@ -81,3 +84,21 @@ def test_as_many_as_are_allowed_are_removed_without_a_halt() -> None:
     scribe = run_without((1,), (), outages=1)
     assert scribe.tell(events.Halted, events.WentOn) == []
     assert scribe.tell(events.SlowPathOpened)
+
+
+@pytest.mark.parametrize(("step", "is_in", "stops"), [(6, False, False), (7, True, False), (7, False, True)])
+def test_who_left_stops_once_the_others_have_gone_on(step: int, is_in: bool, stops: bool) -> None:
+    """Not as long as the seal of its leaving may be disputed, nor if it has been, and it is in again."""
+    swarm = Swarm(Setup(founders=4, settings={"byzantine": 0, "steps": 9}), 1)
+    key, stopped = swarm.keys[0], list[bool]()
+    member = Scribe(swarm, key)._member
+    member._driver = SimpleNamespace(stop=lambda: stopped.append(True))  # type: ignore[assignment]
+    view = swarm._peers[key].view
+    roster = view.roster if is_in else tuple(other for other in view.roster if other != key)
+    jumped = notes.Jumped(replace(view, step=step, roster=roster))
+    member._on_note(jumped)
+    assert not stopped, "it did not want to leave"
+    member._leaving = True
+    member._on_note(notes.Removed(key, 5, LEFT))
+    member._on_note(jumped)
+    assert bool(stopped) == stops
