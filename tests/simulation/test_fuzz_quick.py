@@ -20,6 +20,20 @@ QUICK = (1, 7, 20, 32, 55, 60, 81, 97)
 # no longer shows what went wrong: so those seeds are drawn as though these did not exist.
 LATER = frozenset(
     {
+        "every_deadline",
+        "half_deadlines",
+        "deadlines_in_turns",
+        "late_parts",
+        "slow_commit",
+        "too_slow_commit",
+        "slow_to_one",
+        "slow_parts_to_one",
+        "slow_aggregates_to_one",
+        "slow_letters_to_one",
+        "slow_to_one_in_turns",
+        "false_lacking",
+        "quiet_complaints",
+        "many_accusations",
         "cover_and_leave",
         "hidden_part",
         "part_for_validators",

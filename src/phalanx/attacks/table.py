@@ -14,6 +14,7 @@ from phalanx.attacks import (
     justice,
     membership,
     slow_path,
+    slowness,
     strangers,
 )
 from phalanx.attacks.base import Attack, combine
@@ -187,6 +188,21 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "slow_vote": strangers.SlowVote,
     "gives_up_friend": strangers.GivesUp,
     "gives_away_friend": strangers.GivesAway,
+    # pace
+    "every_deadline": slowness.EveryDeadline,
+    "half_deadlines": partial(slowness.EveryDeadline, share=0.5),
+    "deadlines_in_turns": partial(slowness.EveryDeadline, turns=True),
+    "late_parts": partial(slowness.EveryDeadline, phases=()),
+    "slow_commit": slowness.SlowCommit,
+    "too_slow_commit": partial(slowness.SlowCommit, factor=3.0),
+    "slow_to_one": slowness.SlowToOne,
+    "slow_parts_to_one": partial(slowness.SlowToOne, aggregates=False),
+    "slow_aggregates_to_one": partial(slowness.SlowToOne, parts=False),
+    "slow_letters_to_one": partial(slowness.SlowToOne, parts=False, aggregates=False, letters=True),
+    "slow_to_one_in_turns": partial(slowness.SlowToOne, letters=True, turns=True),
+    "false_lacking": slowness.FalseLacking,
+    "quiet_complaints": slowness.QuietComplaints,
+    "many_accusations": slowness.ManyAccusations,
     # membership
     "leave": partial(membership.Leave, start=3),
     "hit_and_leave": _hit_and_leave,

@@ -58,6 +58,8 @@ class Setup:
     skews: Mapping[int, Skew] = field(default_factory=dict)
     compute_time: float = 0.0
     """Seconds of virtual time that a gradient takes."""
+    compute_times: Mapping[int, float] = field(default_factory=dict)
+    """The same for peers with machines of another speed."""
     rounding: float = 0.0
     """How differently two platforms compute, relatively."""
     ideal: bool = True
@@ -125,7 +127,8 @@ class Swarm:
             self.insiders[key] = Insider(signer, self.config, self.plot)
         else:
             signer = _WatchedSigner(signer, self._on_sign)
-        machine = Bowl(self.config.size, setup.compute_time, setup.rounding, key)
+        seconds = setup.compute_times.get(index, setup.compute_time)
+        machine = Bowl(self.config.size, seconds, setup.rounding, key)
 
         def begin(disk: Disk) -> Story:
             peer = make_peer(self.config, key, self.examiner, disk.view, disk.messages)
