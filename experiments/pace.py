@@ -5,9 +5,9 @@
 Sixteen members, ``b = 3``, ``delta = 2`` s, links of 0.02 to 0.1 s, in virtual time. The attack begins at step 5. For
 each attack: seconds a step without it; what was lost until the last attacker was out (in worst-case steps: all
 deadlines of a step one after another); seconds a step from then on, beside the calm ones; honest members that were put
-out, and whether victims are among them. ``slow_honest``: an honest member takes twice as long as the others for its gradients,
-and nobody attacks. Exit 1 if an honest member was put out, if more than ``MOST_LOST`` worst-case steps were lost, or if
-the steps after that take more than ``MOST_AFTER`` (attackers that stay: ``MOST_UNDER``) times the calm ones.
+out, and whether victims are among them. ``slow_honest``: an honest member takes twice as long as the others for its
+gradients, and nobody attacks. Exit 1 if an honest member was put out, if more than ``MOST_LOST`` worst-case steps were
+lost, or if steps after that take more than ``MOST_AFTER`` (attackers that stay: ``MOST_UNDER``) times the calm ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,314 @@
+"""The agreed pace: who costs the others time, and how much of it they put up with. Pure functions.
+
+*What is seen.* Being last proves nothing: whoever sends its part to one victim just in time makes the victim late to
+everybody. Each member can say two things of each other member ``k``, and says both in CONFIRM (:class:`Timing`):
+
+* ``late[k]``: for how long ``k``'s inputs (agreed messages, parts, aggregates) came later than all put up with, that
+  is, later than twice the median *and* than the ``(n - b_t)``-th of them, by more than a *hop*, what one message takes.
+  The first so that a machine or a line half as fast as most is never late. The second so that the ``b_t`` slowest are
+  measured against somebody honest, however many of them are slow together. The hop because a wait of two hops, which
+  nobody can tell from chance, is no excuse below, so it must not make anybody late. Offsets run from when the member
+  itself had completed the height before, so that nobody is charged twice for one delay. (A gradient's run from the
+  REVEAL in which it could begin, a checker's from its REPORT.)
+* ``waits[k]``: for how long it waited for ``k`` when all but ``b_t`` others were there, beyond a hop. That is what may
+  have made the member itself late.
+
+*What is agreed* (:func:`read_timings`). Up to ``b_t`` members lie. The ``(b_t + 1)``-th largest ``late[k]`` is *vouched
+for*: an honest member saw ``k`` at least so late. The ``(b_t + 1)``-th smallest ``waits[k]`` is the *common* wait: what
+``k`` cost everybody, whatever liars say.
+
+*Whose fault it is* (:func:`judge`). A member's vouched lateness, less what it waited for others beyond their common
+wait, is its own. The rest lies between it and those whom it names: one of the two is
+slow, and nobody knows which. Such a pair gets a *rift*: from then on ``b_t + 1`` honest members and more stand between
+the two (they forward to each what the other sends, and parts are opened at once), so whatever is late is late to all of
+these, and vouched for. Hence nothing that passes a rift excuses anybody, and who still says that it misses what came
+over one pays for the round that this takes. Rifts cost bytes, not time, so the first occasion is enough. But an honest
+member has them with ``b_t`` attackers, and perhaps over one bad line; who has more is slow itself.
+
+*What is put up with* (:func:`settle_debts`). Charges add up to a debt, which shrinks in each step by a tenth of the
+agreed step, divided by ``b_t``: all attackers together cost a tenth in the long run. Who owes more than ``find_limit``
+is suspended, and comes back when it owes half of it or less. Debts shrink outside as well, so a member that has cost an
+hour stays away until that hour, too, is a tenth of what the run took since.
+
+What follows, for ``n >= 3 b_t + 1``, while messages arrive within ``delta`` (``tests/core/test_pace.py``):
+
+* An honest member is charged no more than what an honest member saw of its own lateness, beyond twice the median, and
+  nothing for what others kept from it; liars can add nothing. Only a claim of its own across a rift costs it more.
+* Whatever ``b_t`` members do, together they cost at most the limit each, one step each beyond it, and from then on a
+  tenth of a step in each step, on top of twice the median.
+
+All numbers are whole milliseconds: everybody computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+
+from phalanx.core.messages import MAX_MEMBERS
+
+Milliseconds: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Pair: TypeAlias = tuple[int, int]
+"""Two places in the roster, the lower first."""
+
+SHARE = 10
+"""A debt shrinks by this part of a step."""
+_MOST_EXCUSED = 4
+"""Steps' worth of waiting for others that a member may name as its excuse in one step."""
+_GROWTH = (5, 4)
+"""The agreed step grows by this factor in one step, no faster: or one long step would make the next one cheap."""
+RIFT_STEPS = 100
+"""For how many steps a rift lasts."""
+_BAD_LINES = 1
+"""Rifts that anybody may have beside those with attackers: lines between honest members are not all good."""
+_MOST = (1 << 32) - 1
+
+
+class Timing(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a member measured since its last CONFIRM, by places in the roster. Nothing at all: two empty tuples."""
+
+    step: Milliseconds
+    """How long the heights took, each without the ``b_t`` slowest."""
+    rounds: Milliseconds
+    """How long of that AGGREGATE_AGAIN and REPORT_AGAIN took."""
+    hop: Milliseconds
+    """What one message takes: the median of REVEAL."""
+    late: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
+    waits: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
+
+    def __post_init__(self) -> None:
+        for name, numbers in (("late", self.late), ("waits", self.waits)):
+            if numbers and not any(numbers):
+                raise ValueError(f"{name}: zeros, where nothing is written as nothing")
+
+    def fits(self, members: int) -> bool:
+        """Whether this can be said of a roster of so many."""
+        return all(len(numbers) in (0, members) for numbers in (self.late, self.waits))
+
+
+NOTHING = Timing(0, 0, 0, (), ())
+
+
+# ---- What one member sees
+
+
+@dataclass(frozen=True, slots=True)
+class Lags:
+    """How late the inputs of one kind were at one height."""
+
+    most: int
+    """When all but the ``bound`` slowest were here."""
+    late: Mapping[int, int]
+    waits: Mapping[int, int]
+
+
+def measure(offsets: Mapping[int, int], bound: int, hop: int, allowed: Mapping[int, int] | None = None) -> Lags:
+    """The lags of the others' inputs, from their ``offsets`` in milliseconds by place in the roster.
+
+    ``hop`` is what one message takes. ``allowed`` says from when on an input is late if that is later than for others:
+    of a member that has work to do which others have not.
+    """
+    arrived = sorted(offsets.values())
+    place = len(arrived) - bound - 1
+    if place < 0:  # whoever is slow, nobody honest is known to be faster
+        return Lags(0, {}, {})
+    most, usual = arrived[place], 2 * arrived[len(arrived) // 2]
+    due = {key: max(most, usual, (allowed or {}).get(key, 0)) + hop for key in offsets}
+    return Lags(
+        most,
+        {key: offset - due[key] for key, offset in offsets.items() if offset > due[key]},
+        {key: offset - most - hop for key, offset in offsets.items() if offset > most + hop},
+    )
+
+
+def find_opening(offsets: Iterable[int], contributors: int, bound: int, pace: int) -> int | None:
+    """When parts that are not here are asked for in the open, in milliseconds; None: not before more have come.
+
+    ``offsets`` are those of the parts that are here, the own one included. A member may be three times a link behind
+    others without knowing, kept there by attackers, and nobody should be named for that.
+    """
+    arrived = sorted(offsets)
+    if len(arrived) < max(1, contributors - bound):
+        return None
+    middle = arrived[min(contributors // 2, len(arrived) - 1)]
+    return max(4 * middle, arrived[-1]) + pace // SHARE
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Adds up what one member sees between two CONFIRMs. Keys, since rosters change; the peer alone writes here."""
+
+    step: int = 0
+    rounds: int = 0
+    hop: int = 0
+    late: dict[bytes, int] = field(default_factory=dict)
+    waits: dict[bytes, int] = field(default_factory=dict)
+
+    def add(self, roster: Sequence[bytes], lags: Lags, *, again: bool = False, height: bool = True) -> None:
+        """Take the lags of a kind of input. Only agreed messages (``height``) say how long the step takes."""
+        self.step += lags.most if height else 0
+        self.rounds += lags.most if again else 0
+        for total, numbers in ((self.late, lags.late), (self.waits, lags.waits)):
+            for place, lag in numbers.items():
+                total[roster[place]] = total.get(roster[place], 0) + lag
+
+    def read(self, roster: Sequence[bytes]) -> Timing:
+        """What to say in CONFIRM."""
+        late, waits = (tuple(min(_MOST, x.get(key, 0)) for key in roster) for x in (self.late, self.waits))
+        said = (late if any(late) else (), waits if any(waits) else ())
+        return Timing(min(_MOST, self.step), min(_MOST, self.rounds), min(_MOST, self.hop), *said)
+
+
+# ---- What all agree on
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the timings of a step say that an honest member stands for."""
+
+    step: int
+    rounds: int
+    hop: int
+    late: tuple[int, ...]
+    """Vouched for."""
+    common: tuple[int, ...]
+    """What the member cost everybody."""
+    waits: tuple[tuple[int, ...], ...]
+    """By whom, for whom: claims of one member each."""
+
+
+def read_timings(timings: Sequence[Timing], bound: int) -> Reading:
+    """Of one timing from each member, in the roster's order."""
+    count = len(timings)
+    late = [x.late or (0,) * count for x in timings]
+    waits = tuple(x.waits or (0,) * count for x in timings)
+    vouched, common = [], []
+    for key in range(count):
+        others = [place for place in range(count) if place != key]
+        vouched.append(_get(sorted((late[place][key] for place in others), reverse=True), bound))
+        common.append(_get(sorted(waits[place][key] for place in others), bound))
+    middle = (count - 1) // 2
+    step, rounds, hop = (
+        sorted(said)[middle] for said in zip(*((x.step, x.rounds, x.hop) for x in timings), strict=True)
+    )
+    return Reading(step, rounds, hop, tuple(vouched), tuple(common), waits)
+
+
+def _get(ordered: Sequence[int], place: int) -> int:
+    return ordered[place] if place < len(ordered) else 0
+
+
+def move_pace(pace: int, step: int) -> int:
+    """The agreed step of the view that follows: down at once, up slowly."""
+    grown = pace * _GROWTH[0] // _GROWTH[1] + 1
+    return min(step, grown) if pace else step
+
+
+def find_leak(pace: int, bound: int) -> int:
+    """What one member may cost in each step, for ever."""
+    return pace // (SHARE * max(1, bound))
+
+
+def find_limit(delta: float, transfer_time: float, pace: int) -> int:
+    """What one member may owe: one message at its deadline, and a step."""
+    return int(1000 * (4 * delta + transfer_time)) + pace
+
+
+# ---- Whose fault it is
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What follows from one step for whom, by place in the roster."""
+
+    charges: Mapping[int, int]
+    rifts: frozenset[Pair]
+    """New ones."""
+
+
+def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], claims: Collection[Pair]) -> Judgement:
+    """Charges and new rifts. ``claims`` are pairs of who says that it misses a part or an aggregate, and whose."""
+    leak, grace = find_leak(pace, bound), pace // SHARE
+    charges, fresh = dict[int, int](), set[Pair]()
+    for key, vouched in enumerate(reading.late):
+        excuses = _find_excuses(reading, key, rifts) if vouched > leak else {}
+        excused = min(sum(excuses.values()), _MOST_EXCUSED * pace, vouched)
+        if vouched > excused:
+            charges[key] = vouched - excused
+        for other in sorted(excuses, key=lambda other: (-excuses[other], other)):
+            # No more than are needed, and none where an honest member saw whose fault it is: a rift counts for both.
+            if excused > 0 and reading.late[other] <= grace:
+                fresh.add(make_pair(key, other))
+            excused -= excuses[other]
+    cost = min(reading.rounds, pace)  # no more, since others may draw it out
+    for namer, named in sorted(claims):
+        pair = make_pair(namer, named)
+        if namer == named or reading.late[named] > grace:  # an honest member saw that it was late
+            charges[named] = charges.get(named, 0) + cost
+        elif pair in rifts:  # all but a few have had in time what it says is missing
+            charges[namer] = charges.get(namer, 0) + cost
+        else:
+            fresh.add(pair)
+    return Judgement(charges, frozenset(fresh))
+
+
+def _find_excuses(reading: Reading, key: int, rifts: Collection[Pair]) -> dict[int, int]:
+    """How much longer than all others a member says it waited for whom, where that is more than chance: than a hop."""
+    beyond = {other: wait - reading.common[other] for other, wait in enumerate(reading.waits[key]) if other != key}
+    return {other: wait for other, wait in beyond.items() if wait > reading.hop and make_pair(key, other) not in rifts}
+
+
+def make_pair(one: int, other: int) -> Pair:
+    return (one, other) if one <= other else (other, one)
+
+
+def find_estranged(rifts: Collection[Pair], bound: int) -> tuple[int, ...] | None:
+    """Members with rifts to more members than may be Byzantine, the worst first; None: there are too many of them.
+
+    Then it was no member, messages took longer than ``delta``; and all rifts are to be forgotten. Rifts of those who go
+    for their debts do not count: they may name whom they like.
+    """
+    left, found = {pair for pair in rifts if pair[0] != pair[1]}, list[int]()
+    while True:
+        counts = dict[int, int]()
+        for pair in left:
+            for key in pair:
+                counts[key] = counts.get(key, 0) + 1
+        worst = max(counts, key=lambda key: (counts[key], -key), default=None)
+        if worst is None or counts[worst] <= bound + _BAD_LINES:
+            return tuple(found)
+        if len(found) == bound:
+            return None
+        found.append(worst)
+        left = {pair for pair in left if worst not in pair}
+
+
+# ---- What is put up with
+
+
+def settle_debts(debts: Mapping[bytes, int], charges: Mapping[bytes, int], leak: int) -> dict[bytes, int]:
+    """What each owes after a step, members and others, where that is anything."""
+    owed = {key: debts.get(key, 0) + charges.get(key, 0) - leak for key in sorted({*debts, *charges})}
+    return {key: min(debt, _MOST) for key, debt in owed.items() if debt > 0}
+
+
+def find_debtors(debts: Mapping[bytes, int], roster: Collection[bytes], limit: int, bound: int) -> tuple[bytes, ...]:
+    """Members that owe more than the limit, the most indebted first; no more at once than may be Byzantine."""
+    over = sorted((key for key in debts if key in roster and debts[key] > limit), key=lambda key: (-debts[key], key))
+    return tuple(over[:bound])
+
+
+def may_return(debt: int, limit: int) -> bool:
+    """Whether a member that was suspended for its debt has sat out enough of it."""
+    return debt <= limit // 2
+
+
+def tell_debt(charge: int, debt: int, limit: int) -> str:
+    """The reason of a suspension, with its numbers."""
+    return (
+        f"too slow: it cost {charge / 1000:.1f} s in this step beyond twice the median, "
+        f"{debt / 1000:.1f} s in all, and {limit / 1000:.1f} s are put up with"
+    )
