@@ -41,6 +41,7 @@ ALLOWED = 4.0
 SCENARIOS: Mapping[str, tuple[str | None, int]] = {
     "slow_honest": (None, 0),
     "every_deadline": ("every_deadline", 1),
+    "every_deadline_and_round": ("every_deadline_and_round", 1),
     "deadlines_in_turns": ("deadlines_in_turns", 2),
     "synchronised": ("half_deadlines", 3),
     "late_parts": ("late_parts", 1),

@@ -322,6 +322,8 @@ class Crew:
                 return slow if phase == "parts" else quick
             case "victims" | "victims turn":
                 return slow if receiver in self.victims else quick
+            case "letters":
+                return slow if receiver in self.victims and phase != "parts" else quick
             case "phases":  # each attacker its own
                 return slow if PHASES[attacker % len(PHASES)] == phase else quick
             case "just":  # as much as is forgiven in each step, each in a phase of its own
@@ -397,11 +399,15 @@ class Model:
             watch.add([bytes([key]) for key in range(count)], lags, **options)
 
     def agree(self, watches: dict[int, Stopwatch], phase: str, sent: dict[int, int]) -> None:
-        """A height: complete when all is here, or when those who are ahead have answered."""
+        """A height: complete when all is here, or when those who are ahead have answered.
+
+        After CONFIRM all compute, and it takes ``delta`` until somebody asks.
+        """
+        answer = 3 * LINK if phase != "confirm" else int(1000 * DELTA) + 2 * LINK
         came = self.bring(phase, sent)
         first = min(max(sent[r], *came[r].values()) for r in self.honest)
         for r in self.honest:
-            came[r] = {key: min(time, max(first + 3 * LINK, sent.get(key, 0) + LINK)) for key, time in came[r].items()}
+            came[r] = {key: min(time, max(first + answer, sent.get(key, 0) + LINK)) for key, time in came[r].items()}
         self.note(watches, came)
         self.ready = {r: max(sent[r], *came[r].values()) for r in self.honest}
 
@@ -457,7 +463,7 @@ class Model:
         self.rifts = {pair: since for pair, since in self.rifts.items() if not set(pair) & self.out}
 
 
-STYLES = ("deadlines", "turns", "together", "parts", "victims", "victims turn", "phases", "just", "random")
+STYLES = ("deadlines", "turns", "together", "parts", "victims", "victims turn", "letters", "phases", "just", "random")
 WORDS = ("truth", "nothing", "frame", "blame all", "blame some", "garbage")
 
 
@@ -502,12 +508,27 @@ def test_who_uses_deadlines_is_out_within_two_worst_steps(style: str, words: str
     assert model.lost == before
 
 
+@pytest.mark.parametrize("style", ["victims", "letters"])
 @pytest.mark.parametrize("words", WORDS)
-def test_who_is_slow_to_a_victim_costs_little_from_the_second_step_on(words: str) -> None:
-    model = Model(Crew(Random(5), 16, 1, "victims", words), Random(5), [500] * 16)
+def test_who_is_slow_to_a_victim_costs_little_from_the_second_step_on(style: str, words: str) -> None:
+    model = Model(Crew(Random(5), 16, 1, style, words), Random(5), [500] * 16)
     model.run(0)
     model.run(1)
     before = model.lost
     for step in range(2, 40):
         model.run(step)
     assert model.lost - before <= 38 * model.pace // 10
+
+
+@pytest.mark.parametrize("style", ["victims", "letters"])
+def test_without_excuses_and_rifts_victims_would_go(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the model sees what these are for."""
+    monkeypatch.setattr(Model, "apart", lambda self, one, other: False)
+    model = Model(Crew(Random(5), 16, 3, style, "nothing"), Random(5), [500] * 16)
+
+    def run() -> None:
+        for step in range(60):
+            model.run(step)
+
+    with pytest.raises(AssertionError):
+        run()

@@ -21,6 +21,7 @@ QUICK = (1, 7, 20, 32, 55, 60, 81, 97)
 LATER = frozenset(
     {
         "every_deadline",
+        "every_deadline_and_round",
         "half_deadlines",
         "deadlines_in_turns",
         "late_parts",
