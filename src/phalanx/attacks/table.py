@@ -190,7 +190,9 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "gives_away_friend": strangers.GivesAway,
     # pace
     "every_deadline": slowness.EveryDeadline,
-    "every_deadline_and_round": _both(slowness.FalseLacking, slowness.QuietComplaints, slowness.EveryDeadline),
+    "every_deadline_and_round": _both(
+        slowness.FalseLacking, slowness.QuietComplaints, partial(slowness.EveryDeadline, parts=False)
+    ),
     "half_deadlines": partial(slowness.EveryDeadline, share=0.5),
     "deadlines_in_turns": partial(slowness.EveryDeadline, turns=True),
     "late_parts": partial(slowness.EveryDeadline, phases=()),
