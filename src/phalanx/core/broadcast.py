@@ -25,8 +25,8 @@ from phalanx.core.codec import encode
 from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.effects import Broadcast, Heard, KeepMessages, Note, Send, Sign, Story
 from phalanx.core.envelope import Letter
-from phalanx.core.events import Halted, Resumed, SlowPath
-from phalanx.core.membership import View, compute_quorum, compute_roster_digest, encode_view
+from phalanx.core.events import Halted, Resumed, SlowPath, Waiting
+from phalanx.core.membership import Changes, View, compute_quorum, compute_roster_digest, encode_view, find_replacements
 from phalanx.core.messages import AgreedBody, Phase, Signed
 from phalanx.core.peer import Lost, Peer
 from phalanx.core.slowpath import (
@@ -41,6 +41,9 @@ from phalanx.core.slowpath import (
     weigh_items,
 )
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
+
+_LONGEST_WAIT = 60
+"""Deltas after which a slow path that found no way on tries again, whether or not anything has changed."""
 
 
 def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Story:
@@ -86,6 +89,7 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
                 said = m.Timeout(missing, 0, None)
                 complaint = yield Sign(height, view.step, view.attempt, phase, peer.root, said)
                 peer.take(complaint)
+                yield Note(Waiting(view.step, height, missing))
             if complaint is not None:
                 yield Broadcast(peer.audience, complaint)
             again = deadline = peer.time + 4 * delta
@@ -240,12 +244,20 @@ class _Exchange:
                 held.append(first)
                 return True
             return False
+        if len(letters) == 1 and isinstance(first.body, m.Join):
+            return self._is_present(first) and self.seen.joins.setdefault(first.message.sender, first) is first
         if isinstance(first.body, m.Outcome):
             return self._is_prepared(letters) and self.note_prepared(letters)
         if self.certificate is None and self._is_complete(letters):
             self.certificate = list(letters)
             return True
         return False
+
+    def _is_present(self, letter: Letter) -> bool:
+        """Whether a suspended member says that it is there: in this round, or the one before, and holds the state."""
+        body, view = letter.body, self.epoch.view
+        suspended = any(member.key == letter.message.sender for member in view.suspended)
+        return suspended and isinstance(body, m.Join) and body.view == view.digest and body.round >= self.round - 1
 
     def note_prepared(self, letters: Sequence[Letter]) -> bool:
         """Take a quorum of first votes, and go by the latest; whether it was new."""
@@ -343,7 +355,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
             yield Note(SlowPath(epoch.view.step, epoch.view.attempt, height, epoch.heights[height]))
             while True:
                 if alarm.evidence:
-                    yield Broadcast(others, alarm)
+                    yield Broadcast(_find_hearers(peer, epoch), alarm)
                 exchange = _Exchange(peer, epoch, height, round_)
                 if prepared is not None:
                     exchange.note_prepared(prepared)
@@ -369,9 +381,11 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     yield from _settle(exchange, final, others)
                     return epoch, height
                 if not halted:
-                    yield Note(Halted(epoch.view.step, height))
+                    here = peer.page(height).letters
+                    missing = tuple(sorted(key for key in epoch.view.roster if key not in here))
+                    yield Note(Halted(epoch.view.step, height, missing))
                     halted = True
-                yield from _await_round(peer, epoch, height, round_, prepared, others)
+                yield from _await_round(exchange, alarm, prepared, core is not None, others)
         except _Later as later:
             alarm = later.alarm
         except _Below:
@@ -405,6 +419,11 @@ def _others(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
     return tuple(key for key in (*epoch.view.roster, *(c.key for c in epoch.view.candidates)) if key != peer.key)
 
 
+def _find_hearers(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
+    """Who hears that a slow path is open: also suspended members, which may be needed."""
+    return (*_others(peer, epoch), *(x.key for x in epoch.view.suspended if x.key != peer.key))
+
+
 def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     """``bound + 1`` rounds: put in what I hold, accept what has enough signatures, pass it on with mine."""
     peer, height, round_ = exchange.peer, exchange.height, exchange.round
@@ -416,7 +435,10 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     for letter in _held(peer, view.roster, height, round_):
         if exchange.offer([letter]):
             exchange.accepted.add(compute_item_digest([letter]))
-            own.append(m.Relay((letter.message,), ()))
+            if isinstance(letter.body, m.Join):  # its sender has no voice: mine is the first
+                own.append((yield from _endorse(exchange, [letter], ())))
+            else:
+                own.append(m.Relay((letter.message,), ()))
     if exchange.prepared is not None:
         own.append((yield from _endorse(exchange, exchange.prepared, ())))
     for items in _split(own):
@@ -460,7 +482,8 @@ def _split(items: Sequence[m.Relay]) -> list[tuple[m.Relay, ...]]:
 def _held(peer: Peer, roster: Sequence[bytes], height: int, round_: int) -> list[Letter]:
     pages = [peer.page(height), peer.page(height + 1)]
     letters = [letter for page in pages for key in roster for letter in page.get_all(key)]
-    return letters + [x for who, x in peer.timeouts.get((height, round_), {}).items() if who in roster]
+    letters += [x for who, x in peer.timeouts.get((height, round_), {}).items() if who in roster]
+    return letters + [peer.joins[key] for key in sorted(peer.absent) if key in peer.joins]
 
 
 def _accept(exchange: _Exchange, relay: m.Relay, number: int) -> list[Letter] | None:
@@ -540,14 +563,17 @@ def _choose(exchange: _Exchange) -> m.Outcome | None:
 def _resolve(exchange: _Exchange) -> Resolution | None:
     peer, epoch = exchange.peer, exchange.epoch
     view = epoch.view
+
+    def choose(banned: frozenset[bytes], removed: frozenset[bytes], stands: bool) -> frozenset[bytes] | None:
+        changes = Changes(banned, removed)
+        return find_replacements(peer.config, view, changes, exchange.seen.joins, stands, exchange.round)
+
     return resolve(
         exchange.height,
         view.roster,
         view.bound,
-        {count.key: count.count for count in view.strikes},
-        peer.config.strikes,
-        view.bound + peer.config.outages,
         exchange.seen,
+        choose,
         get_successor(epoch, exchange.height),
     )
 
@@ -708,18 +734,57 @@ def _say_failed(
 
 
 def _await_round(
-    peer: Peer, epoch: Transcript, height: int, round_: int, prepared: list[Letter] | None, others: tuple[bytes, ...]
+    exchange: _Exchange, alarm: m.Alarm, prepared: list[Letter] | None, is_open: bool, others: tuple[bytes, ...]
 ) -> Story:
-    """Say that this round failed until enough say so; then they begin the next one together."""
+    """Wait until another round may bring more, and say so until enough do; then they begin it together.
+
+    ``is_open``: the last round lacked only votes. Otherwise nothing is repeated before somebody comes whom it missed.
+    """
+    peer, epoch, height, round_ = exchange.peer, exchange.epoch, exchange.height, exchange.round
     delta = peer.config.delta
+    missed = {key for key in epoch.view.roster if key not in exchange.seen.here.letters}
+    patience, said = peer.now + _LONGEST_WAIT * delta, is_open
     while True:
-        yield from _say_failed(peer, epoch, height, round_ + 1, prepared, others)
+        if not said and (peer.now >= patience or _is_hopeful(exchange)):
+            said = True
+            found = [letter.message for key, letter in peer.page(height).letters.items() if key in missed]
+            if found:
+                yield Broadcast(others, m.Certificate(tuple(found)))
+        if said:
+            yield from _say_failed(peer, epoch, height, round_ + 1, prepared, others)
+        elif alarm.evidence:  # for those who come back
+            yield Broadcast(_find_hearers(peer, epoch), alarm)
         yield Broadcast(others, m.PullChain(peer.base.height))
         yield from _ask_lacking(peer, others)
-        end = peer.now + 4 * delta
-        while peer.now < end:
+        end, known = peer.now + 4 * delta, _count_held(peer, height)
+        while peer.now < end and (said or known == _count_held(peer, height)):
             _look_below(peer, height)
             _look_ahead(peer, epoch, height, round_)
             if _find_final(peer, epoch, height) is not None:
                 raise _Later(m.Alarm(height, round_, ()))
             yield from peer.receive(end)
+            _take_gossip(peer, height, round_)
+
+
+def _count_held(peer: Peer, height: int) -> tuple[int, int]:
+    """Grows when somebody comes that a round may have missed."""
+    rounds = (x.body.round + 1 for x in peer.joins.values() if isinstance(x.body, m.Join))
+    return len(peer.page(height).letters), sum(rounds)
+
+
+def _take_gossip(peer: Peer, height: int, round_: int) -> None:
+    """Letters that one who comes late puts into a round that is over."""
+    for pile in peer.gossip.pop((height, round_), {}).values():
+        for relay in (relay for gossip in pile for relay in gossip.items):
+            if len(relay.messages) == 1 and relay.messages[0].domain is Domain.AGREED:
+                peer.take(relay.messages[0])
+
+
+def _is_hopeful(exchange: _Exchange) -> bool:
+    """Whether the next round would end if all held what I hold."""
+    peer, height, round_ = exchange.peer, exchange.height, exchange.round + 1
+    trial = _Exchange(peer, exchange.epoch, height, round_)
+    trial.note_support(peer.key, peer.page(height).letters)
+    for letter in _held(peer, exchange.epoch.view.roster, height, round_):
+        trial.offer([letter])
+    return _resolve(trial) is not None

@@ -230,6 +230,10 @@ def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
     epoch = peer.find_epoch(message.height)
     if epoch is None or not is_valid_alarm(peer.run, peer.examiner, epoch, message):
         return
+    if peer.key in peer.absent:
+        if epoch is peer.transcript and peer.holding and not peer.leaving:
+            yield from ask_back(peer, message.round)
+        return
     if message.height >= peer.level:
         held = peer.alarms.get(message.height)
         if held is None or held.round < message.round:
@@ -237,6 +241,13 @@ def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
     elif (message.height, message.round) not in peer.answered_alarms:
         peer.answered_alarms.add((message.height, message.round))
         yield from answer_alarm(peer, message)
+
+
+def ask_back(peer: Peer, round_: int) -> Story:
+    """Tell all members that I am there and hold the state, so that they let me in."""
+    view = peer.view
+    join = yield Sign(view.height, view.step, view.attempt, Phase.COMMIT, bytes(32), m.Join(view.digest, round_))
+    yield Broadcast(peer.others, join)
 
 
 def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:

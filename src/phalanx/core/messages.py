@@ -52,7 +52,6 @@ Path: TypeAlias = Annotated[tuple[Digest, ...], Meta(max_length=MAX_PATH)]
 Indices: TypeAlias = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_MEMBERS)]
 Pairs: TypeAlias = Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=MAX_OPENINGS)]
-Platform: TypeAlias = Annotated[str, Meta(max_length=256)]
 
 
 class Phase(IntEnum):
@@ -340,13 +339,14 @@ class Trial(_Said, frozen=True):
 
 
 class Join(_Said, frozen=True):
-    """A candidate asks to be admitted. ``recent`` is a sealed root it knows, ``platform`` what it computes on."""
+    """Somebody asks to be let in: a candidate, or a suspended member that is there again.
 
-    recent: Digest
-    platform: Platform
+    ``view`` is the digest of the view whose state the sender holds. ``round`` is that of a slow path in which members
+    wait for more of them, or 0.
+    """
 
-    def __post_init__(self) -> None:
-        _require(all(" " <= letter <= "~" for letter in self.platform), "platform: not printable ASCII")
+    view: Digest
+    round: Round
 
 
 OtherBody: TypeAlias = Timeout | Endorsement | Outcome | Opening | Trial | Join

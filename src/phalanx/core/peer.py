@@ -213,8 +213,14 @@ class Peer:
         self.transcript = Transcript(view, self.duties)
         self.transcripts[view.step, view.attempt] = self.transcript
         here = {*view.roster, *(c.key for c in view.candidates)}
-        self.circle = {*here, *(k for a in view.attempts for k in a.roster)}
-        self.audience = tuple(key for key in (*view.roster, *(c.key for c in view.candidates)) if key != self.key)
+        self.absent = {member.key for member in view.suspended}
+        """Suspended members."""
+        self.circle = {*here, *self.absent, *(k for a in view.attempts for k in a.roster)}
+        self.holding = False
+        """Whether I hold the state that the view starts from."""
+        self.recent = {transcript.view.digest for transcript in self.transcripts.values()}
+        followers = (*(c.key for c in view.candidates), *filter(self.is_back, sorted(self.absent)))
+        self.audience = tuple(key for key in (*view.roster, *followers) if key != self.key)
         self.others = tuple(key for key in view.roster if key != self.key)
         self.banned = frozenset(view.banned)
         """Whose messages are not even looked at: answering them would let a cheat spend our bandwidth."""
@@ -256,6 +262,11 @@ class Peer:
             )
         self.asked = {request for request in self.asked if request[1] >= old}
         self.partial = {place: assembly for place, assembly in self.partial.items() if place[1] >= old}
+
+    def is_back(self, key: bytes) -> bool:
+        """Whether a suspended member has shown lately that it is there and holds the state."""
+        letter = self.joins.get(key)
+        return letter is not None and isinstance(letter.body, m.Join) and letter.body.view in self.recent
 
     def page(self, height: int) -> Page:
         page = self.pages.get(height)
@@ -427,6 +438,8 @@ class Peer:
         """A request to join, from who asks or from a member that passes it on: keys are free, and each goes to all."""
         key = message.sender
         view = self.view
+        if key in self.absent:
+            return self._take_return(message, sender)
         if key in self.joins or key in view.roster or key in view.banned:
             return ()
         if sender != key and not (sender in view.roster and self.may_take(sender, m.Join, _PASSED_JOINS, 0)):
@@ -436,13 +449,26 @@ class Peer:
             return ()
         self.joins[key] = letter
         if len(self.joins) > _MOST_JOINS:  # chance decides, so that nobody can crowd others out
-            worst = max(self.joins, key=lambda key: compute_digest("join", view.randomness, key))
+            strangers = (key for key in self.joins if key not in self.absent)
+            worst = max(strangers, key=lambda key: compute_digest("join", view.randomness, key))
             del self.joins[worst]
             if worst == key:
                 return ()
         if sender == key and not self.may_take(sender, m.Join, _PASSED_JOINS, _NEW_JOINS):
             return ()
         return (Broadcast(self.others, message),)  # whoever knows one member is known to all
+
+    def _take_return(self, message: Signed, sender: bytes) -> Iterable[Any]:
+        """A suspended member says that it is back. It tells every member itself, so nobody passes it on."""
+        if sender != message.sender or not self.may_take(sender, m.Join, _PASSED_JOINS, 0):
+            return ()
+        letter, held = self.examiner.examine(message), self.joins.get(sender)
+        if letter is None or not isinstance(letter.body, m.Join):
+            return ()
+        known = held.body.round if held is not None and isinstance(held.body, m.Join) else 0
+        if held is None or (message.height, letter.body.round) >= (held.message.height, known):
+            self.joins[sender] = letter
+        return ()
 
     # ---- Long bytes
 
@@ -512,6 +538,11 @@ class Peer:
         """The state that I am at was another: what was computed from it is not what others compute."""
         self.gradients.clear()
         self.own = {step: own for step, own in self.own.items() if step < self.view.step}
+
+    def forget_later(self, step: int) -> None:
+        """The update of this step was undone: what was computed from the state after it is of no use any more."""
+        _drop(self.own, [later for later in self.own if later > step])
+        _drop(self.gradients, [place for place in self.gradients if place[0] > step])
 
     def get_path(self, place: tuple[int, int, bytes, int]) -> m.Path:
         step, attempt, owner, part = place

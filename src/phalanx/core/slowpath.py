@@ -9,8 +9,9 @@ into the exchange, and name at ``j + 1`` only a root that follows from what they
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.envelope import Examiner, Letter
@@ -92,6 +93,8 @@ class Seen:
     here: Page = field(default_factory=Page)
     next: Page = field(default_factory=Page)
     timeouts: dict[bytes, list[Letter]] = field(default_factory=dict)
+    joins: dict[bytes, Letter] = field(default_factory=dict)
+    """Requests of suspended members that are there and hold the state."""
     supports: dict[bytes, Values] = field(default_factory=dict)
     """What members put in for this height, by its root: whoever has named a root has put in what it follows from."""
 
@@ -103,6 +106,8 @@ class Resolution:
     banned: frozenset[bytes]
     removed: frozenset[bytes]
     late: frozenset[bytes]
+    coming: frozenset[bytes]
+    """Suspended members that come in, where too few would be left without them."""
     root: bytes
     """Of the height before."""
     values: Values | None
@@ -110,23 +115,27 @@ class Resolution:
     stands: bool
     """The step that was being closed stands on ``values``."""
     slots: tuple[SlotOutcome, ...]
+    reasons: dict[bytes, str]
+    """Why each goes that is removed."""
 
     @property
     def out(self) -> frozenset[bytes]:
         return self.banned | self.removed
 
 
+Choose: TypeAlias = Callable[[frozenset[bytes], frozenset[bytes], bool], frozenset[bytes] | None]
+"""Given who is banned, who is to be removed and whether the step stands: who comes in; None if too few are left."""
+
+
 def resolve(
     height: int,
     roster: Sequence[bytes],
     bound: int,
-    strikes: Mapping[bytes, int],
-    limit: int,
-    most: int,
     seen: Seen,
+    choose: Choose,
     successor: bytes | None = None,
 ) -> Resolution | None:
-    """The one conclusion from what was seen; None if it allows none (then ``delta`` did not hold)."""
+    """The one conclusion from what was seen; None if it allows none, and the members wait."""
     here, beyond = seen.here, seen.next
     double = {key for key in roster if key in here.seconds}
     banned = double | {key for key in roster if key in beyond.seconds}
@@ -166,9 +175,13 @@ def resolve(
         denied = {key for key, letter in said.items() if letter.message.previous != name}
         unsupported = denied if successor is None else set()
         closing = _is_closing(said, name, bound)
-    if len(missing | stray | unsupported) > most:
-        return None  # more than can be Byzantine or out
-    removed = (missing | stray | unsupported | {key for key in late if strikes.get(key, 0) + 1 >= limit}) - banned
+    reasons = dict.fromkeys(sorted(unsupported - banned), "named what nobody could have seen")
+    reasons |= dict.fromkeys(sorted(stray - banned), "follows another history")
+    reasons |= dict.fromkeys(sorted(missing - banned), "silent")
+    removed = frozenset(reasons)
+    coming = choose(frozenset(banned), removed, closing)
+    if coming is None:
+        return None
     slots = tuple(
         SlotOutcome(place, key, _get_digest(page, key), key in page.seconds)
         for place, page in ((height, here), (height + 1, beyond))
@@ -176,7 +189,15 @@ def resolve(
         if place == height or key in page.letters
     )
     return Resolution(
-        frozenset(banned), frozenset(removed), frozenset(late - removed - banned), root, values, closing, slots
+        frozenset(banned),
+        removed,
+        frozenset(late - removed - banned),
+        coming,
+        root,
+        values,
+        closing,
+        slots,
+        reasons,
     )
 
 
