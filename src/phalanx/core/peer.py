@@ -33,6 +33,7 @@ from phalanx.core.wire import WIRE_TYPES, Piece, decode_tensor, view_bytes
 _PAST_HEIGHTS = 64
 FUTURE_HEIGHTS = 4
 _MOST_CASES = 1024
+_MOST_SETTLEMENTS = 32
 _MOST_JOINS = 256
 _PASSED_JOINS, _NEW_JOINS = 16, 64
 """Requests to join that are passed on within ``delta``: those of one member, and those of all strangers together."""
@@ -145,6 +146,8 @@ class Peer:
         """Commits of probationers by height, sender and digest."""
         self.timeouts: dict[tuple[int, int], dict[bytes, Letter]] = {}
         self.votes: dict[tuple[int, int, bool], dict[bytes, Letter]] = {}
+        self.settlements: dict[bytes, m.Settlement] = {}
+        """How slow paths may end, by digest: those that I came to, or asked for."""
         self.finals: dict[int, tuple[Signed, ...]] = {}
         """Final votes of slow paths that are settled."""
         self.alarms: dict[int, m.Alarm] = {}
@@ -260,6 +263,7 @@ class Peer:
             _drop(
                 self.cases, [digest for digest in self.cases if digest not in needed][: len(self.cases) - _MOST_CASES]
             )
+        _drop(self.settlements, list(self.settlements)[: max(0, len(self.settlements) - _MOST_SETTLEMENTS)])
         self.asked = {request for request in self.asked if request[1] >= old}
         self.partial = {place: assembly for place, assembly in self.partial.items() if place[1] >= old}
 
