@@ -29,7 +29,7 @@ from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath, Waiting
 from phalanx.core.membership import Changes, View, compute_quorum, compute_roster_digest, find_replacements
 from phalanx.core.messages import AgreedBody, Phase, Signed
-from phalanx.core.peer import Lost, Peer
+from phalanx.core.peer import SOON, Lost, Peer
 from phalanx.core.slowpath import (
     SEALING,
     Resolution,
@@ -78,10 +78,11 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
         if peer.foremost >= height:  # whoever goes on holds what I miss
             yield from _ask_those_ahead(peer, height, asked, checked)
         if enough < peer.entered and len(page.letters) >= honest:
-            enough = peer.time  # all honest messages may be here: what is missing is kept back
-            pull_at = min(pull_at, peer.time + delta)
+            enough = peer.time  # all honest messages may be here: what is missing is late, or kept back
+            pull_at = min(pull_at, peer.time + delta / SOON)
         if peer.time >= pull_at:
-            yield from _pull(peer, height, work, checked)
+            early = enough >= peer.entered and peer.time < enough + delta
+            yield from _pull(peer, height, work, checked, early)
             pull_at = peer.time + delta
         deadline = max(peer.entered + 4 * delta, peer.grace) + work if complaint is None else again
         if peer.member and peer.time >= deadline:
@@ -150,10 +151,13 @@ def _note_difference(peer: Peer, height: int, wrong: Letter) -> bool:
     return valid
 
 
-def _pull(peer: Peer, height: int, work: float, checked: bool) -> Story:
-    """Ask for what is missing; if that takes long, also whether the run went on without me."""
+def _pull(peer: Peer, height: int, work: float, checked: bool, early: bool) -> Story:
+    """Ask for what is missing; if that takes long, also whether the run went on without me.
+
+    ``early``: it may well be under way, so a few are asked. Nobody waits for one that only follows: it asks a few too.
+    """
     missing = _list_missing(peer, peer.page(height), checked)
-    asked = peer.others if peer.member else peer.choose_some()  # nobody waits for one that only follows
+    asked = peer.others if peer.member and not early else peer.choose_some()
     if missing:
         yield Broadcast(asked, m.PullMessages(height, missing))
     patience = 8 * peer.config.delta + work if peer.member else peer.config.delta if peer.on_trial else 0.0
@@ -313,18 +317,28 @@ class _Exchange:
         )
 
     def find_lacking(self, member: bytes) -> list[Letter]:
-        """Letters that I hold and the member does not."""
-        found, count = list[Letter](), len(self.epoch.view.roster)
+        """Letters that the member does not hold and that I am to show it: the first ``bound + 1`` that hold one do.
+
+        One of them is honest, as nobody counts that does not say that it holds it.
+        """
+        roster, bound = self.epoch.view.roster, self.epoch.view.bound
+        start, count = roster.index(member), len(roster)
+        before = [roster[(start + turn) % count] for turn in range(1, (roster.index(self.peer.key) - start) % count)]
+        found = []
         for offset, page in ((0, self.seen.here), (count, self.seen.next)):
-            for place, key in enumerate(self.epoch.view.roster):
-                held = self.offers[member][offset + place]
-                found += [letter for letter in page.get_all(key) if not _is_listed(letter, held)]
+            for place, key in enumerate(roster, offset):
+                for letter in page.get_all(key):
+                    if not _is_listed(letter, self.offers[member][place]):
+                        claims = sum(k in self.offers and _is_listed(letter, self.offers[k][place]) for k in before)
+                        found += [letter] if claims <= bound else []
         return found
 
     def find_audience(self, letters: Sequence[Letter], others: Sequence[bytes]) -> tuple[bytes, ...]:
         """Who may not hold an item."""
         first = letters[0]
-        if len(letters) > 1 or first.message.domain is not Domain.AGREED:
+        if len(letters) > 1 and first.message.domain is Domain.AGREED:  # those who are past it know
+            return tuple(key for key in others if self.peer.ahead.get(key, -1) <= self.height)
+        if first.message.domain is not Domain.AGREED:
             return tuple(others)
         roster = self.epoch.view.roster
         place = roster.index(first.message.sender) + len(roster) * (first.message.height - self.height)
@@ -500,25 +514,30 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
         held = ()
     start = peer.now
     end = start + max(2, view.bound + 1) * length  # what one holds at its start all have in the second round
+    due, unshown = start + 0.75 * length, list[bytes]()
     while True:
         queues = peer.gossip.get((height, round_), {})
         number = int((peer.now - start) / length) + 1
         for sender in list(queues):
             for gossip in queues.pop(sender):
                 if exchange.note_gossip(sender, gossip):
-                    yield from _show(exchange, sender)
+                    unshown.append(sender)
                 for relay in gossip.items:
                     letters = _accept(exchange, relay, number)
                     if letters and exchange.offer(letters):
                         passed = yield from _endorse(exchange, letters, relay.endorsements)
                         audience = exchange.find_audience(letters, others)
                         yield Broadcast(audience, m.Gossip(height, round_, (passed,)))
+        if unshown and (peer.now >= due or len(exchange.offers) >= len(others)):
+            for member in unshown:
+                yield from _show(exchange, member)
+            unshown.clear()
         outrun = exchange.certificate is not None and not exchange.is_bound
         if outrun or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
             return
         if _find_departure(peer, exchange.epoch, height + 1) is not None:
             return
-        yield from peer.receive(end)
+        yield from peer.receive(min(end, due) if unshown else end)
         _look_below(peer, height)
         _look_ahead(peer, exchange.epoch, height, round_)
 

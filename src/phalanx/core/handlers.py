@@ -257,9 +257,9 @@ def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
         held = peer.alarms.get(message.height)
         if held is None or held.round < message.round:
             peer.alarms[message.height] = message
-    elif (message.height, message.round) not in peer.answered_alarms:
-        peer.answered_alarms.add((message.height, message.round))
-        yield from answer_alarm(peer, message)
+    elif (sender, message.height, message.round) not in peer.answered_alarms:
+        peer.answered_alarms.add((sender, message.height, message.round))
+        yield from answer_alarm(peer, sender, message)
 
 
 def ask_back(peer: Peer, round_: int) -> Story:
@@ -269,7 +269,7 @@ def ask_back(peer: Peer, round_: int) -> Story:
     yield Broadcast(peer.others, join)
 
 
-def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:
+def answer_alarm(peer: Peer, sender: bytes, alarm: m.Alarm) -> Story:
     """All messages of the next height are the proof that this one is settled."""
     here, epoch = peer.find_epoch(alarm.height), peer.find_epoch(alarm.height + 1)
     page = peer.pages.get(alarm.height + 1)
@@ -284,7 +284,7 @@ def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:
     )
     relay = m.Relay(tuple(letter.message for letter in letters), (endorsement,))
     peer.grace = peer.time + 3 * peer.config.delta
-    yield Broadcast(peer.others, m.Gossip(alarm.height, alarm.round, (relay,)))
+    yield Send(sender, m.Gossip(alarm.height, alarm.round, (relay,)))
 
 
 def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:

@@ -40,6 +40,8 @@ _PASSED_JOINS, _NEW_JOINS = 16, 64
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
+SOON = 8
+"""In a part of ``delta`` so small a message that nothing held up is here: what is late is asked for then."""
 KEPT_ROUNDS = 8
 """Of a slow path, from one sender."""
 _MOST_TRIALS = 4
@@ -173,7 +175,7 @@ class Peer:
         """Until when I wait for the bytes behind somebody's commit, in this round of checks."""
         self.bearers: dict[tuple[int, int, bytes], set[bytes]] = {}
         """Who accuses it, in this vote."""
-        self.answered_alarms: set[tuple[int, int]] = set()
+        self.answered_alarms: set[tuple[bytes, int, int]] = set()
         self.gradients: dict[tuple[int, bytes], Tensor] = {}
         """What was computed lately for others, by step and seed."""
         self.finished: dict[int, Any] = {}
@@ -493,6 +495,11 @@ class Peer:
         held = self.parts.get(place)
         if held is None or not self.has_part(place):
             self.parts[place] = (self.put_away(data), chunk.path)
+
+    def is_coming(self, place: tuple[int, int, bytes, int]) -> bool:
+        """Whether some of a part's bytes are here already, from its owner."""
+        step, attempt, owner, part = place
+        return ("part", step, attempt, owner, part, owner) in self.partial
 
     def put_away(self, data: Piece) -> Piece:
         """Bytes that will be read a few times at most: as they are, or from the shelf."""
