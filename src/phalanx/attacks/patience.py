@@ -310,7 +310,8 @@ class ReturnFirst(Patient):
         return self._is_hiding(insider) or super().is_active(insider)
 
     def _is_hiding(self, insider: Insider) -> bool:
-        return insider.now < insider.notes.get((self, "hides until"), 0.0)
+        until: float = insider.notes.get((self, "hides until"), 0.0)
+        return insider.now < until
 
     def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
         notes, step = insider.notes, insider.view.step
