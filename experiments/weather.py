@@ -80,8 +80,10 @@ class Watch:
         self.banned: dict[bytes, Banned] = {}
         self.removed: set[tuple[bytes, int]] = set()
         self.slow_paths: set[int] = set()
-        self.waits: set[tuple[int, int]] = set()
-        """Heights at which a steady member waited: with how many honest members out."""
+        self.waits: set[int] = set()
+        """Heights at which a steady member waited."""
+        self.halts: list[tuple[int, int]] = []
+        """The steps of those at which it should not have, and how many honest members were out."""
         self.cleared: tuple[int, float] | None = None
         """The first step in calm weather, and when it began."""
         self.returned: int | None = None
@@ -103,13 +105,22 @@ class Watch:
         elif kind is SlowPath:
             self.slow_paths.add(event.height)
         elif kind in WAITS and key in self.honest and self.swarm.is_steady(key, 60 * self.config.delta):
-            self.waits.add((event.height, len(self.list_out())))
+            self._wait(event)
 
     def list_out(self) -> list[bytes]:
         """Honest peers that are no members, or whose weather was bad until now."""
         members = self.view.roster if self.view is not None else self.swarm.keys
         grace = 40 * self.config.delta
         return [key for key in self.honest if key not in members or not self.swarm.is_steady(key, grace)]
+
+    def _wait(self, event: Any) -> None:
+        """A member waits: attackers should not be able to have it wait while few honest members are out."""
+        out, view = len(self.list_out()), self.view
+        banned, doubts = (len(view.banned), view.doubts) if view is not None else (0, self.config.byzantine)
+        most = min(self.config.byzantine, doubts)
+        if event.height not in self.waits and 0 <= len(self.swarm.keys) - banned - 3 * most - 1 - VALIDATORS >= out:
+            self.halts.append((event.step, out))
+        self.waits.add(event.height)
 
     def _see(self, time: float, view: View) -> None:
         self.step, self.time, self.view = view.step, time, view
@@ -212,16 +223,20 @@ PATIENT = (
     "patient_return",
     "patient_all",
 )
-MOMENTS: dict[str, When] = {
-    **{moment.value: moment for moment in Moment},
-    **{phase.name.lower(): phase for phase in (Phase.COMMIT, Phase.AGGREGATE, Phase.REVEAL, Phase.REPORT)},
-    **{phase.name.lower(): phase for phase in (Phase.CONFIRM, Phase.VOTE, Phase.SEAL)},
+MOMENTS: dict[str, tuple[When, ...]] = {
+    **{moment.value: (moment,) for moment in (Moment.BOUNDARY, Moment.ANYTIME, Moment.SCATTER, Moment.GATHER)},
+    **{phase.name.lower(): (phase,) for phase in (Phase.COMMIT, Phase.AGGREGATE, Phase.REVEAL, Phase.REPORT)},
+    "confirm": (Phase.CONFIRM,),
+    # These come only if something is amiss already, such as somebody that is cut off.
+    **{phase.name.lower(): (phase, Moment.BOUNDARY) for phase in (Phase.AGGREGATE_AGAIN, Phase.VOTE, Phase.SEAL)},
+    "slow path": (Moment.SLOW_PATH, Moment.BOUNDARY),
 }
+"""When stalls begin, by name."""
 LENGTHS = (3.0, 5.0, 10.0, 15.0, 30.0, 60.0)
 START = 50
 """The step from which attackers look for their moment."""
 EVERY = 6
-"""Steps between two stalls, on average, if one peer is out at a time."""
+"""Steps between two stalls, on average, if few are out."""
 
 
 def draw_cells(steps: int) -> Iterator[Cell]:
@@ -235,7 +250,7 @@ def draw_cells(steps: int) -> Iterator[Cell]:
 
         hands = {
             "attack": deal("attack", PATIENT),
-            "when": deal("when", [*MOMENTS, "boundary", "anytime", "scatter"]),
+            "when": deal("when", [*MOMENTS, "boundary", "anytime"]),
             "length": deal("length", LENGTHS),
             "crowd": deal("crowd", ("one", "one", "few", "many")),
             "kind": deal("kind", [kind.value for kind in Kind]),
@@ -255,9 +270,9 @@ def run_cell(cell: Cell, limit: float) -> dict[str, Any]:
     tail = math.ceil(cell.length * DELTA) + 2 * RETURN
     swarm = make_swarm(cell.n, cell.b, cell.steps + tail, seed, 0.5, cell.safe, f"{cell.attack}@{START}")
     stalls = Stalls(
-        rate=min(1.0, cell.most / EVERY / (cell.n - cell.b)),
+        rate=1 / EVERY / (cell.n - cell.b),
         lengths=(cell.length, cell.length),
-        when=(MOMENTS[cell.when],),
+        when=MOMENTS[cell.when],
         kinds=(Kind(cell.kind),),
         group=max(1, cell.most // 2),
         most=cell.most,
@@ -303,7 +318,6 @@ def judge(cell: Cell, watch: Watch) -> dict[str, Any]:
         if key not in watch.banned and luck < ESCAPED:
             lucky.append(names[key])
     stuck = watch.is_stuck()
-    few = [out for _, out in watch.waits if out <= cell.allowed]
     back = None
     if watch.cleared is not None and not stuck:
         missing = watch.honest - watch.banned.keys() - set(watch.view.roster if watch.view else ())
@@ -316,13 +330,15 @@ def judge(cell: Cell, watch: Watch) -> dict[str, Any]:
         "least_margin": watch.margin,
         "slow_paths": len(watch.slow_paths),
         "seconds": watch.time / max(1, watch.step),
-        "waits": len({height for height, _ in watch.waits}),
+        "waits": len(watch.waits),
         "stuck": stuck,
         "cheats": sum(map(len, cheats.values())),
         "cheaters": len(cheats),
         "hazard": hazard,
         "attackers_banned": len(watch.banned.keys() & swarm.byzantine),
-        "cheaters_banned": len(watch.banned.keys() & cheats.keys()),
+        "cheaters_banned": sum(
+            key in watch.banned and watch.banned[key].step in steps for key, steps in cheats.items()
+        ),
         "kept_shares": swarm.plot.notes.get("kept shares", 0),
         "roster_end": watch.sizes[-1],
         "returned": back if back != math.inf else "never",
@@ -332,7 +348,7 @@ def judge(cell: Cell, watch: Watch) -> dict[str, Any]:
         "honest_banned": [(names[key], x.at, x.reason) for key, x in watch.banned.items() if key in watch.honest],
         "thin": watch.thin[:3],
         "unpunished": lucky,
-        "halts": few[:3] if cell.allowed >= 0 else [],
+        "halts": watch.halts[:3],
         "stuck": cell.allowed >= 0 and stuck,
         "not_back": back is not None and back > RETURN,
         "unfinished": not (stuck or watch.is_settled() or swarm.is_over() or watch.thin),
@@ -453,7 +469,7 @@ def run_sky(sky: Sky, limit: float) -> dict[str, Any]:
         "removed": len(watch.removed),
         "least_margin": watch.margin,
         "slow_paths": len(watch.slow_paths),
-        "waits": len({height for height, _ in watch.waits}),
+        "waits": len(watch.waits),
         "seconds": last / max(1, done),
         "real": time.perf_counter() - begun,
     }

@@ -259,8 +259,9 @@ class DrawAgain(Attack):
         randomness = compute_digest("randomness", insider.config.run, place, *shares)
         count = (1 + sum(record.step == view.step for record in view.attempts)) * insider.config.validators
         before = find_last(view, view.step - 1)
-        drawn = {*draw_targets(randomness, before.contributors, count), *view.carried} if before is not None else set()
-        if drawn & list_cheats(insider, view.step - 1):
+        drawn = set(draw_targets(randomness, before.contributors, count) if before is not None else ())
+        cheats = list_cheats(insider, view.step - 1)
+        if drawn & cheats and not cheats.intersection(view.carried):  # who is carried over is checked in any case
             insider.plot.notes["kept shares"] = insider.plot.notes.get("kept shares", 0) + 1
         else:
             insider.send_later(0.0, insider.others, mine)

@@ -75,7 +75,7 @@ class Stalls:
     """The moments of which each stall draws one."""
     kinds: tuple[Kind, ...] = (Kind.CUT,)
     group: int = 1
-    """How many peers stall together, each time that a stall is drawn."""
+    """How many peers stall together, each time that a stall is drawn; one that is out already is left alone."""
     most: int | None = None
     """No stall begins while so many peers are out. None: no limit."""
     peers: tuple[bytes, ...] | None = None
@@ -206,14 +206,14 @@ class Weather:
     def _begin(self, front: Stalls, key: bytes, when: When) -> None:
         self._armed.pop(key, None)
         out = self.out
-        if front.most is not None and len(out) >= front.most and key not in out:
+        if key in out or (front.most is not None and len(out) >= front.most):
             return
         low, high = front.lengths
         now, random = self.world.now, self._random
         kind = front.kinds[int(random() * len(front.kinds))]
         end = now + (low + (high - low) * random()) * self.swarm.config.delta
         self.past.append(Stall(key, self.step, now, end, kind, when))
-        self._ends[key] = end = max(end, self._ends.get(key, 0.0))
+        self._ends[key] = end
         if kind is Kind.PAUSE:
             self._pauses[key] = end
         limit = self.world.links.delta
