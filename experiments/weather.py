@@ -262,9 +262,9 @@ def draw_cells(steps: int) -> Iterator[Cell]:
 
 
 def run_cell(cell: Cell, limit: float) -> dict[str, Any]:
-    """What happened in one run; at most ``limit`` real seconds of it."""
+    """What happened in one run; at most ``limit`` seconds of processor time of it."""
     torch.set_num_threads(1)
-    begun = time.perf_counter()
+    begun = time.process_time()
     seed = 1000 * cell.n + 10_000 * cell.b + cell.number
     # After the weather cleared, the last stalls still last for a while.
     tail = math.ceil(cell.length * DELTA) + 2 * RETURN
@@ -282,11 +282,11 @@ def run_cell(cell: Cell, limit: float) -> dict[str, Any]:
 
     def is_enough() -> bool:
         taken = len(watch.thin) > RETURN
-        late = time.perf_counter() - begun > limit
+        late = time.process_time() - begun > limit
         return swarm.is_over() or watch.is_settled() or watch.is_stuck() or taken or late
 
     swarm.run(math.inf, every_so_often(is_enough))
-    return {"cell": asdict(cell), "seed": seed, **judge(cell, watch)} | {"real": time.perf_counter() - begun}
+    return {"cell": asdict(cell), "seed": seed, **judge(cell, watch)} | {"cpu": time.process_time() - begun}
 
 
 def every_so_often(ask: Callable[[], bool]) -> Callable[[], bool]:
@@ -376,7 +376,7 @@ def sum_up_takeover(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bans_off": round((banned - hazard) / math.sqrt(hazard), 2) if hazard else 0.0,
         "stuck": sum(row["stuck"] for row in rows),
         "slowest_return": max((row["returned"] for row in rows if isinstance(row["returned"], int)), default=None),
-        "core_seconds": round(sum(row["real"] for row in rows)),
+        "core_seconds": round(sum(row["cpu"] for row in rows)),
     }
     return total
 
@@ -436,7 +436,7 @@ def draw_skies(steps: int, kind: Kind, seed: int) -> Iterator[Sky]:
 
 def run_sky(sky: Sky, limit: float) -> dict[str, Any]:
     torch.set_num_threads(1)
-    begun = time.perf_counter()
+    begun = time.process_time()
     swarm = make_swarm(16, 3, sky.steps, sky.seed, sky.compute)
     fronts: list[Stalls | LateMessages] = []
     if sky.weather == "late":
@@ -451,7 +451,7 @@ def run_sky(sky: Sky, limit: float) -> dict[str, Any]:
         nonlocal last
         if not weather.is_clear:
             last = watch.time
-        late = time.perf_counter() - begun > limit
+        late = time.process_time() - begun > limit
         return swarm.is_over() or watch.is_stuck() or late
 
     swarm.run(math.inf, every_so_often(is_enough))
@@ -471,7 +471,7 @@ def run_sky(sky: Sky, limit: float) -> dict[str, Any]:
         "slow_paths": len(watch.slow_paths),
         "waits": len(watch.waits),
         "seconds": last / max(1, done),
-        "real": time.perf_counter() - begun,
+        "cpu": time.process_time() - begun,
     }
 
 
@@ -534,7 +534,7 @@ def run_all(
             file.flush()
             wrong = row.get("wrong")
             print(
-                f"{name}: {row['steps']} steps, {row['real']:.0f} s{f', amiss: {wrong}' if wrong else ''}",
+                f"{name}: {row['steps']} steps, {row['cpu']:.0f} s{f', amiss: {wrong}' if wrong else ''}",
                 file=sys.stderr,
             )
 
@@ -559,7 +559,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=[kind.value for kind in Kind], default=Kind.CUT.value, help="of --honest")
     parser.add_argument("--only", default="", help="runs whose name contains this text")
     parser.add_argument("--limit", type=int, help="the first so many runs")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="real seconds that one run may take")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="of processor time that one run may take")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("weather.jsonl"))
     parser.add_argument("--json", action="store_true")
