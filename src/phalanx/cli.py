@@ -228,7 +228,6 @@ def init(
     task: Annotated[str, typer.Option(help="digits, pysource, cifar10, text, or FILE.py:NAME.")] = "digits",
     byzantine: Annotated[int, typer.Option(help="Members that may do anything, at most.")] = 0,
     validators: Annotated[int, typer.Option(help="Members that check others, each step.")] = 1,
-    outages: Annotated[int, typer.Option(help="Honest members that may be out at the same time.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Steps of training. [default: the task's]")] = None,
     seed: Annotated[int, typer.Option(help="Of initial parameters and batches.")] = 0,
     batch: Annotated[int | None, typer.Option(help="Rows of a peer's batch. [default: the task's]")] = None,
@@ -259,7 +258,6 @@ def init(
     settings = {
         "byzantine": byzantine,
         "validators": validators,
-        "outages": outages,
         "steps": steps,
         "seed": seed,
         "batch": batch,
@@ -390,7 +388,6 @@ def swarm(
     every: Annotated[int, typer.Option(help="They act in every so-many-th step.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Steps of training. [default: the task's]")] = None,
     validators: Annotated[int, typer.Option(help="Members that check others, each step.")] = 1,
-    outages: Annotated[int, typer.Option(help="Honest members that may be out at the same time.")] = 0,
     tau: Annotated[str, typer.Option(help="Where CenteredClip clips: auto, or a length.")] = "auto",
     wire: Annotated[str, typer.Option(help="float32, bfloat16, float16 or int8.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of initial parameters, batches and who attacks.")] = 0,
@@ -423,7 +420,6 @@ def swarm(
     load_attack(attack)
     settings = {
         "validators": validators,
-        "outages": outages,
         "steps": steps,
         "batch": batch,
         "tau": tau,

@@ -116,6 +116,7 @@ class StepFinished(_Event, frozen=True):
     bytes_sent: Count
     seconds: float | None
     state: Hex
+    margin: int | None = None
 
 
 class Evaluated(_Event, frozen=True):
@@ -142,7 +143,7 @@ class Banned(_Event, frozen=True):
 
 
 class Removed(_Event, frozen=True):
-    """A peer is out without stigma: silent, late or at odds with others. It may come back through probation."""
+    """A peer is suspended: silent, late or at odds with others. It is back as soon as it shows that it is there."""
 
     step: Count
     peer: Count
@@ -182,6 +183,14 @@ class Halted(_Event, frozen=True):
     allowed: Count
 
 
+class Waiting(_Event, frozen=True):
+    """Past its deadline a member still misses messages of others."""
+
+    step: Count
+    silent: list[Count]
+    keys: list[Hex]
+
+
 class WentOn(_Event, frozen=True):
     """The run, which had halted, moves again."""
 
@@ -189,10 +198,11 @@ class WentOn(_Event, frozen=True):
 
 
 class MarginLost(_Event, frozen=True):
-    """The roster no longer affords all validators."""
+    """Few more members may fall silent before the run waits for them."""
 
     step: Count
     missing: Count
+    margin: Count | None = None
 
 
 class CheckpointWritten(_Event, frozen=True):
@@ -228,6 +238,7 @@ Event: TypeAlias = (
     | Left
     | SlowPathOpened
     | Halted
+    | Waiting
     | WentOn
     | MarginLost
     | CheckpointWritten

@@ -33,13 +33,13 @@ AUTO = AutomaticTau(multiple=1.5, start=1.0, floor=0.1, ceiling=10.0)
     [
         make(),
         make(validators=2),
-        make(outages=1),
+        make(validators=2),
         make(4, byzantine=1),
         make(2, byzantine=0),
-        make(3, byzantine=0, validators=1, outages=1),
+        make(3, byzantine=0, validators=1),
         make(16, byzantine=7),
         make(7, byzantine=2, partition_safe=True),
-        make(10, byzantine=2, outages=3, partition_safe=True),
+        make(10, byzantine=2, partition_safe=True),
         make(wire="bfloat16", cap=4.0),
         make(wire="float16", cap=4.0),
         make(wire="int8", cap=1.0),
@@ -66,16 +66,16 @@ REFUSALS: list[tuple[Config, str]] = [
     (make(validators=0), "validators: expected at least 1"),
     (make(5), "lower byzantine to 1, or take 6 members"),
     (make(6, validators=2), "lower byzantine to 1, or take 7 members"),
-    (make(validators=2, outages=1), "= 2, not 3: lower byzantine to 1, or take 8 members"),
-    (make(16, byzantine=7, outages=1), "= 1, not 2: lower byzantine to 6"),
+    (make(validators=2), "= 2, not 3: lower byzantine to 1, or take 8 members"),
+    (make(16, byzantine=7), "= 1, not 2: lower byzantine to 6"),
     (make(16, byzantine=8), "= 0, not 1: lower byzantine to 7, or take 18 members"),
     (make(1, byzantine=0), "= 0, not 1: take 2 members"),
     (make(4, byzantine=0, validators=4), "= 3, not 4: lower validators to 3, or take 5 members"),
-    (make(4, byzantine=0, validators=1, outages=3), "= 3, not 4: lower outages to 2, or take 5 members"),
+    (make(4, byzantine=0, validators=1), "= 3, not 4: lower outages to 2, or take 5 members"),
     (make(5, byzantine=1, validators=5), "= 2, not 5: lower validators to 2, or take 8 members"),
     (make(0, byzantine=0), "0 members"),
     (make(6, byzantine=2, partition_safe=True), 'quorum "partition-safe" .* lower byzantine to 1, or take 7 members'),
-    (make(7, outages=1, partition_safe=True), 'quorum "partition-safe" .* or take 8 members'),
+    (make(7, partition_safe=True), 'quorum "partition-safe" .* or take 8 members'),
     (make(size=6), "size: a gradient of 6 coordinates cannot be cut into 7 parts"),
     (make(wire="int4"), "wire: 'int4' is not one of float32, bfloat16, float16, int8"),
     (make(projections=0), f"projections: expected 1 to {MAX_PROJECTIONS}"),
@@ -107,19 +107,19 @@ def test_refusal_says_what_to_change(config: Config, complaint: str) -> None:
 
 
 @given(
-    members=st.integers(1, 40), byzantine=st.integers(0, 20), validators=st.integers(1, 5), outages=st.integers(0, 5)
+    members=st.integers(1, 40), byzantine=st.integers(0, 20), validators=st.integers(1, 5)(0, 5)
 )
 @settings(derandomize=True, deadline=None, max_examples=300)
 def test_honest_contributors_are_a_majority_and_the_advice_helps(
     members: int, byzantine: int, validators: int, outages: int
 ) -> None:
-    config = make(members, byzantine=byzantine, validators=validators, outages=outages)
+    config = make(members, byzantine=byzantine, validators=validators)
     honest = members - byzantine - validators - outages  # even if all of them are honest that check, or are out
     try:
         config.check()
     except LocalError as refusal:
         assert honest <= byzantine
-        given = {"byzantine": byzantine, "validators": validators, "outages": outages}
+        given = {"byzantine": byzantine, "validators": validators}
         advice = re.search(r"(?:lower (\w+) to (\d+), or )?take (\d+) members", str(refusal))
         assert advice is not None
         make(int(advice[3]), **given).check()
@@ -137,7 +137,7 @@ OTHERS: dict[str, Any] = {
     "founders": make_keys(8)[1:],
     "byzantine": 1,
     "validators": 2,
-    "outages": 1,
+    
     "size": 4097,
     "steps": 11,
     "wire": "float16",

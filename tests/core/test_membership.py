@@ -95,7 +95,7 @@ def draw_views(draw: st.DrawFn) -> tuple[Config, View]:
     room = (members - 1 - validators - outages) // 2
     if room < 0:
         validators, outages, room = 1, 0, (members - 2) // 2
-    config = make_config(members, draw(st.integers(0, room)), validators=validators, outages=outages)
+    config = make_config(members, draw(st.integers(0, room)), validators=validators)
     view = make_genesis(config)
     order = draw(st.permutations(config.founders))
     targets = draw(st.lists(st.sampled_from(config.founders), max_size=4, unique=True))
@@ -443,7 +443,7 @@ def test_attackers_who_take_others_along_never_become_half(seed: int, safe: bool
     """Attackers pair off, leave, come back and come as others when they like, though never more than ``b`` at once.
     Honest members go in pairs with them, or ``c`` alone; those who come back come in any order, together or not."""
     byzantine = min((members - 1 - outages) // 3 if safe else members, (members - 2 - outages) // 2)
-    config = make_config(members, byzantine, partition_safe=safe, outages=outages)
+    config = make_config(members, byzantine, partition_safe=safe)
     attackers, honest = {*config.founders[:byzantine]}, {*config.founders[byzantine:]}
     view, fresh, alone, random = make_genesis(config), itertools.count(100), set[bytes](), Random(seed)
     for _ in range(60):

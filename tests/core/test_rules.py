@@ -273,7 +273,7 @@ def test_v2_does_not_ban_an_honest_aggregator_that_crashes_after_confirm() -> No
     """Its CONFIRM names the accusation; when it is back, the others have voted."""
     banned = set()
     for moment in (8.75, 9.0, 9.25, 9.5):
-        swarm = make_swarm(FalseReport(start=1), members=7, byzantine=2, outages=1)
+        swarm = make_swarm(FalseReport(start=1), members=7, byzantine=2)
         key = swarm.keys[2]
         swarm.world.at(moment, lambda swarm=swarm, key=key: swarm.crash(key, lost=0.0))
         swarm.world.at(moment + 0.2, lambda swarm=swarm, key=key: swarm.restart(key))
@@ -468,7 +468,7 @@ def test_e1_fires_on_a_value_for_each() -> None:
 @pytest.mark.parametrize("moment", [0.5, 1.5, 2.5, 3.5, 4.5])
 def test_e1_does_not_fire_on_a_peer_that_crashes_and_comes_back(moment: float) -> None:
     """Whatever it had signed is on its disk: it says the same again."""
-    swarm = make_swarm(outages=1, steps=5)
+    swarm = make_swarm(steps=5)
     swarm.world.at(5 + moment, lambda: swarm.crash(swarm.keys[2]))
     swarm.world.at(5.2 + moment, lambda: swarm.restart(swarm.keys[2]))
     assert not finish(swarm).bans
@@ -477,7 +477,7 @@ def test_e1_does_not_fire_on_a_peer_that_crashes_and_comes_back(moment: float) -
 @pytest.mark.parametrize("moment", [9.2, 9.4, 9.6, 9.8])
 def test_e1_does_not_fire_on_a_peer_that_would_now_say_something_else(moment: float) -> None:
     """Its memory is lost, and with it that it wanted to leave: its CONFIRM would be another one."""
-    swarm = make_swarm(Attack(), members=7, byzantine=2, outages=1)
+    swarm = make_swarm(Attack(), members=7, byzantine=2)
     checkers, key = Checkers(swarm), swarm.keys[2]
     swarm.world.at(5.5, lambda: swarm.leave(key))
     swarm.world.at(moment, lambda: swarm.crash(key, lost=0.0))

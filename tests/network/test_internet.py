@@ -137,7 +137,7 @@ def run_on(
 
 @pytest.mark.long
 def test_long_lossy_lines(net: Network, tmp_path: Path) -> None:
-    story = run_on(net, tmp_path / "swarm", byzantine=2, outages=1, steps=20, delta=3.0)
+    story = run_on(net, tmp_path / "swarm", byzantine=2, steps=20, delta=3.0)
     story.check()
     assert story.removed == []
     assert story.found.result.steps == 20
@@ -154,7 +154,7 @@ def test_long_lossy_lines(net: Network, tmp_path: Path) -> None:
 def test_a_minority_is_cut_off(net: Network, tmp_path: Path, delta: float, seconds: float, goes_on: bool) -> None:
     """Two of eight, until the others are in the middle of a slow path; until long after; or until before its time."""
     split = Split(net, [range(6), (6, 7)], at=4, seconds=seconds)
-    story = run_on(net, tmp_path / "swarm", split=split, byzantine=1, outages=3, steps=150, delta=delta)
+    story = run_on(net, tmp_path / "swarm", split=split, byzantine=1, steps=150, delta=delta)
     story.check()
     assert split.before is not None, "the network was never cut"
     assert split.after is not None, "the network never healed"
@@ -167,7 +167,7 @@ def test_a_minority_is_cut_off(net: Network, tmp_path: Path, delta: float, secon
 def test_halves_wait_for_each_other(net: Network, tmp_path: Path) -> None:
     """Four of eight are no strict majority: nobody goes on, and when they meet again all do."""
     split = Split(net, [range(4), range(4, 8)], at=4, seconds=40.0)
-    story = run_on(net, tmp_path / "swarm", split=split, byzantine=1, outages=3, steps=60, delta=1.0)
+    story = run_on(net, tmp_path / "swarm", split=split, byzantine=1, steps=60, delta=1.0)
     assert split.before is not None, "the network was never cut"
     assert split.after == split.before, "somebody finished a step with half of the members"
     story.check()

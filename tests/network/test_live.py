@@ -776,7 +776,7 @@ def no_threads_left() -> Any:
     assert set(threading.enumerate()) <= before
 
 
-SETTINGS = {"size": 32, "steps": 4, "byzantine": 0, "outages": 1, "validators": 1, "delta": 1.0, "tau": 10.0}
+SETTINGS = {"size": 32, "steps": 4, "byzantine": 0, "validators": 1, "delta": 1.0, "tau": 10.0}
 
 
 def check_agreement(town: Town) -> None:

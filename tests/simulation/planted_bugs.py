@@ -313,7 +313,7 @@ class Run:
 
 QUIET: dict[str, Any] = {
     "validators": 1,
-    "outages": 0,
+    
     "size": 64,
     "wire": "float32",
     "tau": 1.0,
@@ -441,7 +441,7 @@ bug(
     peers=4,
     steps=6,
     attackers=(),
-    settings={"byzantine": 0, "outages": 2},
+    settings={"byzantine": 0},
     faults=(Fault(1, 0.5, "split", (0, 1), 80.0),),
 )
 bug(

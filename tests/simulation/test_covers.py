@@ -136,7 +136,7 @@ def test_a_cover_that_is_banned_in_the_last_step_takes_its_aggregator_along() ->
 def test_who_rounds_differently_after_a_start_in_the_first_step_is_removed_and_not_banned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    swarm = make_swarm({}, founders=6, byzantine=1, outages=1, steps=6, **TOLERANT)
+    swarm = make_swarm({}, founders=6, byzantine=1, steps=6, **TOLERANT)
     key = next(key for key in swarm.keys if has_to_contribute(swarm, key))
 
     def has_sent_its_aggregate() -> bool:

@@ -187,7 +187,7 @@ def start_again(swarm: Swarm, key: bytes, lost: float = 0.0) -> None:
 
 
 def test_a_ballot_of_one_that_started_again_has_nobody_removed() -> None:
-    swarm = make_swarm({4: DenyOnce()}, founders=5, byzantine=1, outages=1, steps=12, seed=7, **TOLERANT)
+    swarm = make_swarm({4: DenyOnce()}, founders=5, byzantine=1, steps=12, seed=7, **TOLERANT)
     liar = swarm.keys[4]
     assert swarm.run(400.0, lambda: find_check(swarm, liar, as_target=False) is not None)
     check = find_check(swarm, liar, as_target=False)
@@ -200,7 +200,7 @@ def test_a_ballot_of_one_that_started_again_has_nobody_removed() -> None:
 
 def test_a_validator_is_heard_by_those_who_started_again() -> None:
     attack = combine(SignFlip(), EmptyVotes(unreceived=True))
-    swarm = make_swarm({5: attack}, founders=6, byzantine=1, outages=2, steps=14, seed=10)
+    swarm = make_swarm({5: attack}, founders=6, byzantine=1, steps=14, seed=10)
     cheat = swarm.keys[5]
     assert swarm.run(400.0, lambda: find_check(swarm, cheat, as_target=True) is not None)
     check = find_check(swarm, cheat, as_target=True)
@@ -217,7 +217,7 @@ def test_who_rounds_differently_after_a_start_is_removed_and_not_banned(
     heights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops when all have committed, or when all have sent their aggregates."""
-    swarm = make_swarm({}, founders=6, byzantine=1, outages=1, steps=6, **TOLERANT)
+    swarm = make_swarm({}, founders=6, byzantine=1, steps=6, **TOLERANT)
     key = swarm.keys[2]
 
     def has_committed() -> bool:

@@ -152,7 +152,7 @@ class LieToBlind(Attack):
 
 def test_who_has_lost_its_rows_is_not_banned_for_what_others_said_of_them() -> None:
     attack = LieToBlind(start=2, stop=3, victim=0)
-    swarm = make_swarm({4: attack}, founders=5, byzantine=1, outages=1, partition_safe=True, steps=5)
+    swarm = make_swarm({4: attack}, founders=5, byzantine=1, partition_safe=True, steps=5)
     victim = swarm.keys[0]
 
     def has_reported() -> bool:

@@ -111,7 +111,7 @@ class LateCertificate(AlarmAndVote):
 def test_a_certificate_of_the_next_height_does_not_undo_what_is_settled() -> None:
     """Two crash one after the other, the second when it has settled the height alone: so the round fails."""
     attackers = {6: QuietAfterReport(start=1), 7: LateCertificate(silent=m.Report, delay=0.0, start=1, alarm=False)}
-    swarm = make_swarm(attackers, founders=8, outages=1, steps=6, seed=7, links=UNEVEN)
+    swarm = make_swarm(attackers, founders=8, steps=6, seed=7, links=UNEVEN)
     one, other = swarm.keys[0], swarm.keys[3]
     swarm.plot.notes["one"] = one
     crash_when(swarm, other, lambda: has_voted_below(swarm, other))
@@ -140,7 +140,7 @@ class SealNamedCommit(SealTooLateForOne):
 
 def test_who_crashes_goes_back_to_a_seal_that_the_first_member_calls_a_commit() -> None:
     """Two crash one after the other, between SEAL and COMMIT."""
-    swarm = make_swarm({0: SealNamedCommit()}, founders=6, byzantine=1, outages=1, steps=8, links=EVEN)
+    swarm = make_swarm({0: SealNamedCommit()}, founders=6, byzantine=1, steps=8, links=EVEN)
     swarm.plot.notes["victim"], leaver = swarm.keys[3], leave(swarm, 5)
     for key in swarm.keys[1:3]:
         crash_when(swarm, key, lambda key=key: is_sealed(swarm, key, 5))  # type: ignore[misc]
@@ -212,7 +212,7 @@ def test_a_reveal_that_calls_itself_a_seal_costs_nobody_but_its_sender(
 ) -> None:
     attackers = {founders - index: Attack() for index in range(2, byzantine + 1)}
     attackers[founders - 1] = RevealNamedSeal(start=1)
-    swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, outages=outages, steps=6, links=EVEN)
+    swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, steps=6, links=EVEN)
     swarm.plot.notes["victims"] = swarm.keys[:victims]
     swarm.run(400.0, swarm.is_over)
     assert get_notes(swarm, founders - 1)["astray"]
@@ -224,7 +224,7 @@ def test_a_reveal_that_calls_itself_a_seal_costs_nobody_but_its_sender(
 def test_a_commit_of_another_root_costs_nobody_but_its_sender(founders: int, byzantine: int, outages: int) -> None:
     attackers = {founders - index: Attack() for index in range(2, byzantine + 1)}
     attackers[founders - 1] = CommitOfOtherRoot()
-    swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, outages=outages, steps=8, links=EVEN)
+    swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, steps=8, links=EVEN)
     swarm.plot.notes["victims"], leaver = swarm.keys[:byzantine], leave(swarm, 2)
     swarm.run(400.0, swarm.is_over)
     assert get_notes(swarm, founders - 1)["astray"]
@@ -236,7 +236,7 @@ def test_a_commit_of_another_root_costs_nobody_but_its_sender(founders: int, byz
 def test_a_reveal_that_calls_itself_a_seal_does_not_divide_the_members(links: Links) -> None:
     """Another attacker is silent at ABORT, so that those who are not misled stay there."""
     attackers = {6: QuietFrom(first=m.Abort, start=1), 7: RevealNamedSeal(late=True, start=1)}
-    swarm = make_swarm(attackers, founders=8, outages=1, steps=6, links=links)
+    swarm = make_swarm(attackers, founders=8, steps=6, links=links)
     swarm.plot.notes["victims"] = swarm.keys[:2]
     swarm.run(200.0, swarm.is_over)
     assert get_notes(swarm, 7)["astray"]
@@ -245,7 +245,7 @@ def test_a_reveal_that_calls_itself_a_seal_does_not_divide_the_members(links: Li
 
 def test_a_reveal_that_calls_itself_a_seal_does_not_divide_the_members_while_one_is_out() -> None:
     swarm = make_swarm(
-        {5: RevealNamedSeal(late=True, start=1)}, founders=6, byzantine=1, outages=1, steps=6, links=EVEN
+        {5: RevealNamedSeal(late=True, start=1)}, founders=6, byzantine=1, steps=6, links=EVEN
     )
     swarm.plot.notes["victims"] = swarm.keys[:1]
     assert swarm.run(200.0, lambda: "right" in get_notes(swarm, 5))

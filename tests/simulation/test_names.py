@@ -99,7 +99,7 @@ def assert_names_are_unique(swarm: Swarm) -> None:
 
 
 def test_a_commit_of_one_view_and_a_reveal_of_another_ban_nobody_honest() -> None:
-    swarm = make_swarm({6: JoinAttempts(), 7: AbortForOne()}, founders=8, outages=1, steps=5, links=EVEN)
+    swarm = make_swarm({6: JoinAttempts(), 7: AbortForOne()}, founders=8, steps=5, links=EVEN)
     swarm.plot.notes["one"] = swarm.keys[0]
     go_out_between(swarm, swarm.keys[1:7])
     swarm.run(400.0, swarm.is_over)
@@ -135,7 +135,7 @@ class ReturnAndJoin(AbortForOne, Accuser):
 
 
 def test_who_is_removed_and_comes_back_cannot_join_what_it_collected() -> None:
-    swarm = make_swarm({5: ReturnAndJoin()}, founders=6, byzantine=1, outages=1, steps=24, links=EVEN)
+    swarm = make_swarm({5: ReturnAndJoin()}, founders=6, byzantine=1, steps=24, links=EVEN)
     swarm.plot.notes["one"] = swarm.keys[0]
     insider, others = swarm.insiders[swarm.keys[5]], swarm.keys[1:5]
     one = go_out_between(swarm, others)
@@ -222,7 +222,7 @@ def test_an_alarm_that_comes_when_the_leaver_is_gone_halts_nobody() -> None:
 def test_a_leaver_stays_while_one_of_the_others_may_be_out() -> None:
     """One of them goes out for good as soon as the leaver is gone."""
     attack = CommitForLeaver(wait=5.6)
-    swarm = make_swarm({5: attack}, founders=6, byzantine=1, outages=1, steps=8, links=EVEN)
+    swarm = make_swarm({5: attack}, founders=6, byzantine=1, steps=8, links=EVEN)
     leaver = swarm.plot.notes["leaver"] = leave(swarm, 0)
     swarm.plot.notes["victim"] = swarm.keys[1]
     assert swarm.run(400.0, lambda: not swarm.is_up(leaver))
@@ -309,7 +309,7 @@ def test_votes_in_the_new_roster_settle_what_they_are_for_though_the_seal_opens_
 def test_votes_are_counted_by_the_roster_of_their_height() -> None:
     """Two leave; who settles alone what the smaller roster voted for crashes before anybody has heard of it."""
     attack = AlarmAtSeal(delay=5.975, second=True)
-    swarm = make_swarm({6: attack, 7: attack}, founders=8, outages=1, steps=8, links=EVEN)
+    swarm = make_swarm({6: attack, 7: attack}, founders=8, steps=8, links=EVEN)
     leavers = [leave(swarm, 0), leave(swarm, 1)]
     one = swarm.plot.notes["spared"] = swarm.keys[2]
     swarm.plot.notes["victim"] = swarm.keys[3]
@@ -343,7 +343,7 @@ def test_votes_at_a_height_come_after_those_of_the_next() -> None:
     attack = AlarmAndVote(silent=m.Reveal, delay=5.93, start=1)
     quiet = AlarmAndVote(silent=m.Reveal, delay=5.93, start=1, alarm=False)
     links = Links(delta=1.0, low=0.04, high=0.06)
-    swarm = make_swarm({6: quiet, 7: attack}, founders=8, outages=1, steps=6, seed=3, links=links)
+    swarm = make_swarm({6: quiet, 7: attack}, founders=8, steps=6, seed=3, links=links)
     one, other = swarm.keys[0], swarm.keys[3]
     swarm.plot.notes["one"] = one
     crash_when(swarm, other, lambda: has_voted_below(swarm, other))

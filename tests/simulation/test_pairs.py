@@ -107,7 +107,7 @@ def test_those_who_are_left_go_on_when_the_last_attackers_fall_silent(members: i
     honest = members - byzantine
     rest = tuple((byzantine - 2 - less, honest - 2) for less in range(byzantine - 2))
     attack = TakeAlong(start=1, plan={(byzantine, honest): 2}, silent=rest)
-    swarm = run_to_end(attack, members, byzantine, 25, outages=members - 2 * byzantine - 2)
+    swarm = run_to_end(attack, members, byzantine, 25 - 2 * byzantine - 2)
     views = list_views(swarm)
     assert any(len(view.roster) == honest - 2 for view in views), "the silent ones are gone"
     assert any(len(view.pairs) == 2 for view in views)

@@ -92,7 +92,7 @@ def test_an_attacker_that_stays_away_after_a_stop_of_all_harms_nobody(phase: Pha
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
 def test_a_machine_that_stays_broken_after_a_stop_of_all_is_not_banned(phase: Phase, count: int) -> None:
-    swarm = make_swarm({}, outages=1, **FIVE)
+    swarm = make_swarm({}, **FIVE)
     run_to(swarm, phase, count)
     stop_all(swarm, away=(3,))
     swarm.run(400.0, swarm.is_over)
@@ -197,7 +197,7 @@ def test_who_is_bound_by_its_vote_is_so_after_a_crash() -> None:
         shows = sender == first and isinstance(message, m.Certificate | m.Chain)
         return None if kept_back and (shows or (is_final_vote(message) and to != first)) else USUAL
 
-    swarm = make_swarm({}, outages=1, partition_safe=True, **{**FIVE, "links": replace(STEADY, route=route)})
+    swarm = make_swarm({}, partition_safe=True, **{**FIVE, "links": replace(STEADY, route=route)})
     first, second, third, left_out, last = swarm.keys
     before = run_to(swarm, Phase.AGGREGATE)
     kept_back = True

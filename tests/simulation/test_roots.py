@@ -286,7 +286,7 @@ def test_who_leaves_stays_until_nobody_needs_it(founders: int, byzantine: int) -
 
 
 def test_who_crashes_when_it_alone_knows_the_new_roster_comes_back() -> None:
-    swarm = make_swarm({6: SealForOne()}, byzantine=1, outages=1, steps=8)
+    swarm = make_swarm({6: SealForOne()}, byzantine=1, steps=8)
     swarm.plot.notes["one"] = one = swarm.keys[0]
     leaver = leave(swarm, 5)
     assert swarm.run(400.0, lambda: len(get_peer(swarm, one).view.roster) == 6)
@@ -342,7 +342,7 @@ def has_voted(swarm: Swarm, key: bytes) -> bool:
 def test_what_is_voted_on_outlasts_a_crash_of_all_who_hold_it() -> None:
     """They crash one after the other, and come back at once."""
     attack = ShownOnce(start=2, stop=3, readers=2, delay=1.85)
-    swarm = make_swarm({4: attack}, founders=5, byzantine=1, outages=1, steps=6, seed=2, links=EVEN)
+    swarm = make_swarm({4: attack}, founders=5, byzantine=1, steps=6, seed=2, links=EVEN)
     for key in swarm.keys[:2]:
         assert swarm.run(400.0, lambda key=key: is_riding(swarm, key, 3))  # type: ignore[misc]
         swarm.plot.notes["crash"] = True

@@ -86,7 +86,7 @@ def test_a_seal_that_is_denied_to_the_leaver_alone_halts_nobody(founders: int, b
 
 
 def test_who_crashes_right_after_it_has_settled_a_seal_stays() -> None:
-    swarm = make_swarm({6: DenySeal()}, byzantine=1, outages=1, steps=8)
+    swarm = make_swarm({6: DenySeal()}, byzantine=1, steps=8)
     one, leaver = swarm.keys[0], leave(swarm, 5)
     swarm.plot.notes["few"] = (one,)
     crash_when(swarm, one, lambda: has_settled(swarm, one, 6))
@@ -116,7 +116,7 @@ def test_newcomers_that_settle_alone_the_seal_that_lets_them_in_stay(joiners: in
 
 
 def test_who_crashes_between_seal_and_commit_stays() -> None:
-    swarm = make_swarm({5: DenySeal(delay=2.0)}, founders=6, byzantine=1, outages=1, steps=8)
+    swarm = make_swarm({5: DenySeal(delay=2.0)}, founders=6, byzantine=1, steps=8)
     swarm.plot.notes["few"], leaver = (), leave(swarm, 0)
     crash_when(swarm, swarm.keys[1], lambda: is_sealed(swarm, swarm.keys[1], 5))
     swarm.run(400.0, swarm.is_over)
@@ -157,7 +157,7 @@ class SealTooLateForOne(Hushed):
 
 def test_two_that_crash_between_seal_and_commit_can_go_back_to_the_seal() -> None:
     """They crash one after the other; the alarm is not only the attacker's."""
-    swarm = make_swarm({5: SealTooLateForOne()}, founders=6, byzantine=1, outages=1, steps=8, links=EVEN)
+    swarm = make_swarm({5: SealTooLateForOne()}, founders=6, byzantine=1, steps=8, links=EVEN)
     swarm.plot.notes["victim"], leaver = swarm.keys[3], leave(swarm, 0)
     for key in swarm.keys[1:3]:
         crash_when(swarm, key, lambda key=key: is_sealed(swarm, key, 5))  # type: ignore[misc]
@@ -189,7 +189,7 @@ class NamesNothing(Attack):
 @pytest.mark.parametrize(("founders", "byzantine", "left"), [(5, 1, 2), (8, 2, 3)])
 def test_a_case_that_nobody_has_halts_no_small_roster(founders: int, byzantine: int, left: int) -> None:
     attackers = dict.fromkeys(range(founders - byzantine, founders), NamesNothing(size=founders - left))
-    swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, outages=1, steps=14)
+    swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, steps=14)
     leavers = [leave(swarm, index, 0.6 + index) for index in range(left)]
     swarm.run(400.0, swarm.is_over)
     assert get_notes(swarm, founders - 1)["named"]
@@ -228,7 +228,7 @@ class NamesItself(Attack):
 
 @pytest.mark.parametrize("names", [False, True])
 def test_an_accuser_that_crashes_still_shows_its_case(names: bool) -> None:
-    swarm = make_swarm({5: NamesItself(names=names)}, founders=6, byzantine=1, outages=1, steps=12)
+    swarm = make_swarm({5: NamesItself(names=names)}, founders=6, byzantine=1, steps=12)
     notes = swarm.plot.notes
     assert swarm.run(400.0, lambda: "validator" in notes)
     later = swarm.world.now + 1.0
@@ -283,7 +283,7 @@ def test_final_votes_are_for_one_outcome_though_a_slow_path_below_opens() -> Non
 def test_who_settles_alone_what_all_have_voted_for_stays() -> None:
     """It crashes before anybody has heard of it."""
     attackers = {6: AlarmBelow(start=1, alarm=False), 7: AlarmBelow(start=1)}
-    swarm = make_swarm(attackers, founders=8, byzantine=2, outages=1, steps=6, links=EVEN)
+    swarm = make_swarm(attackers, founders=8, byzantine=2, steps=6, links=EVEN)
     one = swarm.plot.notes["spared"] = swarm.keys[0]
     crash_when(swarm, one, lambda: get_peer(swarm, one).view.attempt > 0, lost=1.0)
     swarm.run(400.0, swarm.is_over)

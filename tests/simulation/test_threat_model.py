@@ -128,7 +128,7 @@ def run_half(side: tuple[int, ...], *, founders: int, byzantine: int, safe: bool
     The attackers run once on each side, with the same keys. On each they do what an honest peer would.
     """
     attackers = {number: Attack() for number in range(founders - byzantine, founders)}
-    swarm = make_swarm(founders, attackers, byzantine=byzantine, outages=1, partition_safe=safe, steps=5)
+    swarm = make_swarm(founders, attackers, byzantine=byzantine, partition_safe=safe, steps=5)
     for number in range(founders - byzantine):
         if number not in side:
             swarm.world.at(6.0, lambda number=number: swarm.crash(swarm.keys[number]))  # type: ignore[misc]
@@ -175,7 +175,7 @@ def test_without_a_quorum_all_halt_and_resume_when_healed() -> None:
 def test_more_outages_than_promised_halt_the_run_and_break_nothing() -> None:
     """Two attackers are silent, one honest member may be out. With two out, nothing moves until one is back."""
     attackers = {5: Mute(start=1), 6: Mute(start=1)}
-    swarm = make_swarm(7, attackers, byzantine=2, outages=1, steps=5)
+    swarm = make_swarm(7, attackers, byzantine=2, steps=5)
     checkers = Checkers(swarm)
     for number in (0, 1):
         swarm.world.at(6.0, lambda number=number: swarm.crash(swarm.keys[number]))  # type: ignore[misc]
@@ -234,7 +234,7 @@ def test_gradients_that_nobody_can_recompute_are_wrong_gradients() -> None:
 
 
 def run_restart(*, lose: bool) -> Swarm:
-    swarm = make_swarm(outages=1, steps=6)
+    swarm = make_swarm(steps=6)
     key = swarm.keys[2]
 
     def come_back() -> None:

@@ -62,7 +62,7 @@ def run_without(crashed: tuple[int, ...], back: tuple[int, ...], founders: int =
     ("crashed", "back", "settings", "allowed"),
     [
         ((1,), (1,), {}, 0),
-        ((2, 3), (2,), {"founders": 6, "outages": 1}, 1),
+        ((2, 3), (2,), {"founders": 6}, 1),
         ((2, 3), (3,), {"outages": 2}, 1),
     ],
     ids=["nobody may be out", "one may be out", "no quorum is left"],
@@ -81,7 +81,7 @@ def test_a_halt_names_who_is_silent_and_ends_when_they_are_back(
 
 
 def test_as_many_as_are_allowed_are_removed_without_a_halt() -> None:
-    scribe = run_without((1,), (), outages=1)
+    scribe = run_without((1,), ())
     assert scribe.tell(events.Halted, events.WentOn) == []
     assert scribe.tell(events.SlowPathOpened)
 

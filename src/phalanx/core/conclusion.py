@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -22,8 +23,9 @@ from phalanx.core.checking import (
 )
 from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import Broadcast, Heard, Keep, KeepMessages, Note, Story
-from phalanx.core.events import Banned, Diverged, Left, Removed, StepFinished
+from phalanx.core.events import Banned, Diverged, Left, Removed, StepFinished, Waiting
 from phalanx.core.justice import (
+    LATE,
     Case,
     Decision,
     decide,
@@ -32,6 +34,7 @@ from phalanx.core.justice import (
     follow_resolution,
     is_changed,
     is_received,
+    is_stuck,
     make_agenda,
     make_next,
     make_retry,
@@ -59,10 +62,13 @@ def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation], *, b
         peer.cases[digest] = charge
         digests.append(digest)
     digests += [digest for accused, digest in sorted(peer.proofs.items()) if accused in peer.circle]
-    known = {*view.roster, *view.banned, *(candidate.key for candidate in view.candidates)}
+    absent = {member.key for member in view.suspended}
+    known = {*view.roster, *absent, *view.banned, *(candidate.key for candidate in view.candidates)}
+    back = sorted(key for key in absent if peer.is_back(key))[: m.MAX_CASES]
     joins = sorted(key for key in peer.joins if key not in known)
-    if len(joins) > m.MAX_CASES:  # everybody lists the same ones
-        joins = sorted(sorted(joins, key=lambda key: compute_digest("join", view.randomness, key))[: m.MAX_CASES])
+    if len(joins) > m.MAX_CASES - len(back):  # everybody lists the same ones
+        joins.sort(key=lambda key: compute_digest("join", view.randomness, key))
+    joins = sorted([*back, *joins[: m.MAX_CASES - len(back)]])
     late = tuple(sorted(key for key in peer.late if key in view.roster))
     return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving, blind)
 
@@ -80,20 +86,15 @@ def conclude(peer: Peer, state: bytes) -> Story:
     """VOTE if there is something to vote on, decide, and SEAL if the roster changes."""
     config, transcript = peer.config, peer.transcript
     agenda = make_agenda(config, transcript)
-    if agenda:
-        ballots, unopened = yield from make_ballots(peer, agenda)
-        held = tuple(peer.cases[case.digest] for case in agenda if case.digest in peer.cases)
-        if peer.member and held:  # whoever votes must be able to show on what
-            yield KeepMessages(peer.level + 1, Heard.CASES, held)
-        yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=find_vote_time(peer, agenda))
-        offenders = find_offenders(config, transcript, Phase.VOTE)
-        if offenders.banned:
-            return (yield from abort(peer, offenders))
-        received = [case for case in agenda if case.accusers and is_received(config, transcript, case)]
-        if received:
-            yield from fetch_cases(peer, received, math.inf)
-            peer.entered += 2 * config.delta  # nobody knows who lacked one: what follows waits for all alike
-    decision = decide(config, transcript, agenda, peer.cases)
+    while True:
+        if agenda:
+            offenders = yield from vote(peer, agenda)
+            if offenders.banned:
+                return (yield from abort(peer, offenders))
+        decision = decide(config, transcript, agenda, peer.cases)
+        if not (agenda and decision.wrong and is_stuck(config, peer.view, decision)):
+            break
+        yield from wait(peer, decision.removed)  # vote again: evidence that is to be had comes in the end
     voted = {case.digest for case in agenda}
     peer.charges = [charge for charge in peer.charges if compute_case_digest(charge) not in voted]
     if not peer.member:
@@ -102,12 +103,41 @@ def conclude(peer: Peer, state: bytes) -> Story:
     if not is_changed(peer.view, view):
         return view, True
     view = msgspec.structs.replace(view, height=peer.level + 2)
+    execute(peer.view, decision, view)
     transcript.offences, transcript.removals = decision.banned, decision.removed
     if peer.member and decision.state is not None and decision.state != state:
         yield Note(Diverged(peer.view.step))
     yield from seal(peer, Phase.SEAL, m.Seal(view.digest), view)
     yield from announce(peer, decision)
     return view, False
+
+
+def vote(peer: Peer, agenda: tuple[Case, ...]) -> Story:
+    """VOTE; then hold whatever case most have seen. Returns who said what nobody may say."""
+    config, transcript = peer.config, peer.transcript
+    ballots, unopened = yield from make_ballots(peer, agenda)
+    held = tuple(peer.cases[case.digest] for case in agenda if case.digest in peer.cases)
+    if peer.member and held:  # whoever votes must be able to show on what
+        yield KeepMessages(peer.level + 1, Heard.CASES, held)
+    yield from agree(peer, Phase.VOTE, m.Vote(ballots, unopened), work=find_vote_time(peer, agenda))
+    offenders = find_offenders(config, transcript, Phase.VOTE)
+    received = [case for case in agenda if case.accusers and is_received(config, transcript, case)]
+    if received and not offenders.banned:
+        yield from fetch_cases(peer, received, math.inf)
+        peer.entered += 2 * config.delta  # nobody knows who lacked one: what follows waits for all alike
+    return offenders
+
+
+def wait(peer: Peer, missed: Iterable[bytes]) -> Story:
+    """Say for whom the run waits, which it could not go on without."""
+    if peer.member:
+        yield Note(Waiting(peer.view.step, peer.level + 1, tuple(sorted(missed))))
+
+
+def execute(before: View, decision: Decision, view: View) -> None:
+    """Let a decision say who really goes: the floor may keep some in, strikes or an earlier decision may add some."""
+    gone = {*before.roster} - {*view.roster} - {*view.banned}
+    decision.removed = {key: decision.removed.get(key, LATE) for key in sorted(gone)}
 
 
 def find_vote_time(peer: Peer, agenda: tuple[Case, ...]) -> float:
@@ -153,6 +183,7 @@ def find_bearers(peer: Peer, agenda: tuple[Case, ...]) -> dict[tuple[int, int, b
 def abort(peer: Peer, decision: Decision) -> Story:
     """End this attempt together, without the culprits."""
     view = make_retry(peer.config, peer.transcript, decision, peer.level + 2, peer.root)
+    execute(peer.view, decision, view)
     peer.transcript.offences, peer.transcript.removals = decision.banned, decision.removed
     culprits = tuple(sorted((*decision.banned, *decision.removed)))
     yield from seal(peer, Phase.ABORT, m.Abort(culprits, view.digest), view)
@@ -180,6 +211,7 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
     """The view after a slow path at ``height``."""
     config, phase = peer.config, transcript.heights[height]
     concluded = transcript.sealing if phase in (Phase.SEAL, Phase.ABORT) else None
+    transcript.removals = {**transcript.removals, **resolution.reasons}
     if concluded is None and resolution.stands and resolution.values is not None:
         closed = Transcript(
             transcript.view,
@@ -194,7 +226,7 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
         if peer.lacking:
             return None
         decision = decide(config, closed, agenda, peer.cases)
-        transcript.offences, transcript.removals = decision.banned, decision.removed
+        transcript.offences, transcript.removals = decision.banned, {**decision.removed, **resolution.reasons}
         concluded = make_next(config, closed, decision, height + 1, bytes(32))
     return follow_resolution(config, transcript, height, resolution, concluded)
 
@@ -224,7 +256,7 @@ def is_needed(peer: Peer) -> bool:
     if epoch is None or peer.key not in epoch.view.roster:
         return False
     staying = sum(key in peer.view.roster for key in epoch.view.roster)
-    return staying - epoch.view.bound - peer.config.outages < compute_quorum(peer.config, epoch.view)
+    return staying - epoch.view.bound < compute_quorum(peer.config, epoch.view)
 
 
 def find_slow_time(peer: Peer) -> float:

@@ -42,8 +42,6 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
     """b: members that may do anything, together."""
     validators: int = 1
     """m: members that check others instead of computing, each step."""
-    outages: int = 0
-    """c: honest members that may be out at the same time."""
     size: int
     """d: coordinates of a gradient."""
     steps: int
@@ -65,9 +63,9 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
     complaints: int = 3
     complaint_window: int = 20
     probation: int = 12
-    """T: steps that a former member computes without weight before it is one again."""
+    """T: the least number of steps that a newcomer computes without weight before it is a member."""
     newcomer_probation: int = 0
-    """The same for a key that never was a member; 0: as long as :attr:`newcomer_term` says."""
+    """The number itself; 0: as long as :attr:`newcomer_term` says."""
     probation_checks: int = 1
     """Checks of every probationer in every step."""
     admissions: int = 1
@@ -94,21 +92,20 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
 
     def check(self) -> Config:
         """This configuration, or :class:`LocalError` with the number to change."""
-        n, b, m, c = len(self.founders), self.byzantine, self.validators, self.outages
+        n, b, m = len(self.founders), self.byzantine, self.validators
         _require(n <= MAX_MEMBERS, f"{n} founders, but a roster holds at most {MAX_MEMBERS}")
         _require(len(set(self.founders)) == n, "founders: a key is listed twice")
-        _require(b >= 0 and c >= 0, "byzantine and outages: expected whole numbers from 0")
+        _require(b >= 0, "byzantine: expected a whole number from 0")
         _require(m >= 1, "validators: expected at least 1; without validators nobody checks a gradient")
-        room = n - 2 * b - 1
         _require(
-            m + c <= room,
-            f"{n} members with byzantine={b} leave room for validators + outages = {max(room, 0)}, not {m + c}: "
-            + _advise(n, b, m, c),
+            n >= 2 * b + 1 + m,
+            f"{n} members with byzantine={b} leave room for validators = {max(n - 2 * b - 1, 0)}, not {m}: "
+            + _advise(n, b, m),
         )
         _require(
-            not self.partition_safe or 3 * b + c < n,
-            f'quorum "partition-safe" needs 3 byzantine + outages < members: lower byzantine to {(n - 1 - c) // 3}, '
-            f"or take {3 * b + c + 1} members",
+            not self.partition_safe or 3 * b < n,
+            f'quorum "partition-safe" needs 3 byzantine < members: lower byzantine to {(n - 1) // 3}, '
+            f"or take {3 * b + 1} members",
         )
         most = MAX_CASES - m
         _require(
@@ -144,11 +141,11 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
         return self
 
 
-def _advise(n: int, b: int, m: int, c: int) -> str:
+def _advise(n: int, b: int, m: int) -> str:
     """One number that would help if it was lower, if there is one, or more members."""
-    most = {"byzantine": (n - 1 - m - c) // 2, "validators": n - 2 * b - 1 - c, "outages": n - 2 * b - 1 - m}
+    most = {"byzantine": (n - 1 - m) // 2, "validators": n - 2 * b - 1}
     lower = [f"lower {name} to {value}" for name, value in most.items() if value >= (name == "validators")]
-    return ", or ".join([*lower[:1], f"take {2 * b + 1 + m + c} members"])
+    return ", or ".join([*lower[:1], f"take {2 * b + 1 + m} members"])
 
 
 def _require(condition: bool, complaint: str) -> None:

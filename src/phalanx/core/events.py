@@ -39,7 +39,7 @@ class Banned:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Without stigma; the way back is probation."""
+    """Suspended: a member in good standing that is back as soon as it shows that it is there."""
 
     key: bytes
     step: int
@@ -77,10 +77,20 @@ class SlowPath:
 
 @dataclass(frozen=True, slots=True)
 class Halted:
-    """No quorum: this peer waits rather than goes on alone."""
+    """A slow path found no way on: too few members can be reached, and this peer waits for these."""
 
     step: int
     height: int
+    missing: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Past its deadline this peer still misses messages of these members at this height."""
+
+    step: int
+    height: int
+    missing: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,8 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class MarginLost:
-    """The roster no longer affords all validators."""
+    """Few more members may fall silent before the run waits for them."""
 
     step: int
-    missing: int
+    margin: int
+    """How many may."""

@@ -20,17 +20,19 @@ from phalanx.core.membership import (
     Caught,
     Changes,
     Complaint,
-    Pair,
     Suspect,
     View,
-    find_last,
+    change_members,
+    compute_margin,
     find_record,
     find_targets,
     finish_step,
     has_concluded,
+    is_enough,
     note_commits,
+    note_draw,
     note_ending,
-    note_targets,
+    note_withheld_share,
     retry_step,
 )
 from phalanx.core.messages import MAX_BALLOTS, Phase, Rule, Signed, Verdict
@@ -48,6 +50,7 @@ UNKNOWN = bytes(32)
 """The state that a member confirms if it lacks what would lead to one."""
 LEFT = "left"
 """The reason of a removal that the member itself asked for."""
+LATE = "late too often"
 _UNHEARD = "accused without evidence"
 
 
@@ -80,8 +83,10 @@ class Decision:
     """By step and attempt: aggregators who let a wrong report pass, and whose."""
     excused: set[bytes] = field(default_factory=set)
     """Members who may know of lies that nobody was convicted of: no vote came of what they said."""
-    pairs: set[Pair] = field(default_factory=set)
+    pairs: set[tuple[bytes, bytes]] = field(default_factory=set)
     """Of those who are removed: who kept naming each other."""
+    late: frozenset[bytes] = frozenset()
+    """Members that were late to more others than can be Byzantine, or say so of more: a strike."""
     cut: set[bytes] = field(default_factory=set)
     """Members that named more liars than fit the agenda."""
 
@@ -100,7 +105,20 @@ class Decision:
         return bool(self.failed or self.banned or self.removed)
 
     def get_changes(self, late: frozenset[bytes] = frozenset()) -> Changes:
-        return Changes(frozenset(self.banned), frozenset(self.removed), late, frozenset(self.pairs))
+        leaving = frozenset(key for key, reason in self.removed.items() if reason == LEFT)
+        return Changes(
+            frozenset(self.banned), frozenset(self.removed), late | self.late, frozenset(self.pairs), leaving
+        )
+
+
+def is_stuck(config: Config, view: View, decision: Decision) -> bool:
+    """Whether the same members would repeat the attempt: the floor lets nobody go that should.
+
+    Nothing is repeated for free. The members say again what was to be said, until it can be had.
+    """
+    if decision.banned or not decision.removed:
+        return False
+    return change_members(config, view, decision.get_changes()).roster == view.roster
 
 
 # ---- One phase
@@ -216,10 +234,16 @@ def decide_aggregates(transcript: Transcript) -> Decision:
 
 
 def decide_reports(transcript: Transcript) -> Decision:
-    """After REPORT was said again: an aggregate that others had could be fetched."""
-    decision = Decision()
-    for key, letter in transcript.phases[Phase.REPORT_AGAIN].items():
-        if isinstance(letter.body, m.Report) and letter.body.lacking:
+    """After REPORT was said again: an aggregate that others had could be fetched; one that few have was kept back."""
+    view, decision = transcript.view, Decision()
+    said = transcript.phases[Phase.REPORT_AGAIN]
+    bodies = {key: letter.body for key, letter in said.items() if isinstance(letter.body, m.Report)}
+    lacking = Counter(part for body in bodies.values() for part in body.lacking)
+    hidden = {part for part, count in lacking.items() if len(view.roster) - count <= view.bound}
+    for part in sorted(hidden):
+        decision.remove(view.roster[part], "kept its aggregate from almost everybody")
+    for key, body in bodies.items():
+        if set(body.lacking) - hidden:
             decision.remove(key, "denies to have an aggregate that all could get")
     return _forgive(transcript, decision)
 
@@ -285,10 +309,9 @@ def find_unshown(config: Config, transcript: Transcript) -> dict[tuple[bytes, by
     }
     found = {}
     for check in transcript.duties.checks:
-        last, pair = find_last(view, check.step), (check.checker, check.target)
-        # A target that a dead attempt drew may have validated in the last.
-        if pair in said and last is not None and check.target in (*last.contributors, *last.trials):
-            found[pair] = Suspect(check.target, last.step, last.attempt)
+        record, pair = find_record(view, check.step, check.attempt), (check.checker, check.target)
+        if pair in said and record is not None and check.target in (*record.contributors, *record.trials):
+            found[pair] = Suspect(check.target, record.step, record.attempt)
     return dict(sorted(found.items()))
 
 
@@ -353,11 +376,11 @@ def find_voters(transcript: Transcript, step: int, attempt: int) -> set[bytes]:
 def is_received(config: Config, transcript: Transcript, case: Case) -> bool:
     """Whether an honest member has the evidence, so that all can get it, and few lack it.
 
-    Some may who came back from an outage, or say so. An honest accuser shows it to all others.
+    As many may lack it as may be out, and attackers may say so. An honest accuser shows it to all others.
     """
     view, ballots = transcript.view, _ballots(transcript, case.digest)
     having = sum(ballots.get(key, Verdict.NOT_RECEIVED) is not Verdict.NOT_RECEIVED for key in view.roster)
-    return view.bound < having >= len(view.roster) - view.bound - config.outages
+    return view.bound < having >= len(view.roster) - view.bound - max(0, compute_margin(config, view))
 
 
 def _ballots(transcript: Transcript, digest: bytes) -> dict[bytes, Verdict]:
@@ -402,18 +425,16 @@ def decide(config: Config, transcript: Transcript, agenda: tuple[Case, ...], cas
     _decide_votes(config, transcript, agenda, cases, decision)
     _decide_norms(transcript, agenda, decision)
     _decide_sums(config, transcript, decision)
-    _decide_blind(transcript, decision)
+    _decide_blind(config, transcript, decision)
     _decide_states(transcript, decision)
     _decide_complaints(config, transcript, decision)
-    leaving = find_leaving(transcript)
-    if {*transcript.view.roster} - leaving - {*decision.banned, *decision.removed}:
-        for key in sorted(leaving):
-            decision.remove(key, LEFT)
+    for key in sorted(find_leaving(transcript)):
+        decision.remove(key, LEFT)
     return decision
 
 
 def find_leaving(transcript: Transcript) -> set[bytes]:
-    """Who said goodbye. Where nobody would stay they all remain members: the run waits for them to come back."""
+    """Who said goodbye. Where too few would stay they remain members, and say so again."""
     confirms = transcript.phases.get(Phase.CONFIRM, {})
     return {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm) and letter.body.leaving}
 
@@ -440,7 +461,7 @@ def _decide_votes(
                 ballots = _ballots(transcript, case.digest)
                 # Right bytes, shown to all, would have cleared it: it shows wrong ones to some.
                 lacking = sum(ballots.get(key) in (Verdict.NOT_RECEIVED, Verdict.GUILTY) for key in voters)
-                if lacking > view.bound + config.outages:  # who came back from one may lack all of that step
+                if 2 * lacking > len(voters) and not _has_been_out(view, suspect):
                     unshown.append(suspect.key)
         elif case.accusers and is_received(config, transcript, case):
             charge = cases[case.digest]
@@ -490,6 +511,12 @@ def _decide_votes(
             for key, _, offence in found:
                 if key not in view.banned:
                     decision.ban(key, offence)
+
+
+def _has_been_out(view: View, suspect: Suspect) -> bool:
+    """Whether a member was suspended since that commit: it may have lost its bytes, and has paid for its absence."""
+    place = (suspect.step, suspect.attempt)
+    return any(suspect.key not in x.roster for x in view.attempts if (x.step, x.attempt) > place)
 
 
 def _get_vote_evidence(transcript: Transcript) -> tuple[Signed, ...]:
@@ -591,7 +618,7 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
     if len(failing) > view.bound:
         return  # more than there can be attackers: it was not they, and the step is tried again
     for key, offence in failing.items():
-        if key in find_blind(transcript):
+        if key in find_blind(config, transcript):
             continue
         if key in decision.undecided:  # it may be right about those who lied; but no attempt is lost for free
             decision.remove(key, "its aggregate is off balance, and nobody can tell whose fault that is")
@@ -600,17 +627,20 @@ def _decide_sums(config: Config, transcript: Transcript, decision: Decision) -> 
             decision.ban(key, offence)
 
 
-def _decide_blind(transcript: Transcript, decision: Decision) -> None:
+def _decide_blind(config: Config, transcript: Transcript, decision: Decision) -> None:
     """Whoever cannot check what was said of its part answers for nothing: the step is tried again without it."""
-    blind = find_blind(transcript)
+    blind = find_blind(config, transcript)
     decision.wrong |= bool(blind)
     for key in sorted(blind) if len(blind) <= transcript.view.bound else ():  # else all have lost their memory
         decision.remove(key, "lost the rows of its part")
 
 
-def find_blind(transcript: Transcript) -> set[bytes]:
-    confirms = transcript.phases[Phase.CONFIRM]
-    return {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm) and letter.body.blind}
+def find_blind(config: Config, transcript: Transcript) -> set[bytes]:
+    """Members that lost the rows of their part. Where the run cannot go on without them they get them again."""
+    view, confirms = transcript.view, transcript.phases[Phase.CONFIRM]
+    blind = {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm) and letter.body.blind}
+    staying = {*view.roster} - blind
+    return blind if len(blind) > view.bound or is_enough(config, view.attempts, staying, view.doubts) else set()
 
 
 def _add_up(numbers: Iterable[float]) -> float:
@@ -635,34 +665,42 @@ def _decide_states(transcript: Transcript, decision: Decision) -> None:
             decision.remove(key, "came to another state")
 
 
-def find_complaints(config: Config, transcript: Transcript) -> list[Complaint]:
-    """Who named whom. If more members are at odds with too many than can be Byzantine, ``delta`` did not hold."""
+def find_complaints(config: Config, transcript: Transcript) -> tuple[list[Complaint], frozenset[bytes]]:
+    """Who named whom where only the two of them can be to blame; and who was late.
+
+    A member that more than ``bound`` name was late to an honest one, and one that names more than ``bound`` was itself
+    cut off: each earns one strike, and nobody else is drawn into it. If more are late than can be Byzantine, ``delta``
+    did not hold.
+    """
     view, found = transcript.view, []
     for key, letter in transcript.phases.get(Phase.AGGREGATE, {}).items():
         if isinstance(letter.body, m.Aggregate):
             found += [Complaint(view.step, key, view.roster[i]) for i in letter.body.missing]
     found += [Complaint(view.step, *pair) for pair in find_unshown(config, transcript) if pair[1] in view.roster]
-    return found if len(_find_quarrellers(config, view, found)) <= view.bound else []
+    late = _find_quarrellers(view, found)
+    if len(late) > view.bound:
+        return [], frozenset()
+    return [c for c in found if c.namer not in late and c.named not in late], frozenset(late)
 
 
-def _find_quarrellers(config: Config, view: View, complaints: Sequence[Complaint]) -> set[bytes]:
-    """Who names, or is named by, more members than may be Byzantine or out: a crash loses parts without guilt."""
+def _find_quarrellers(view: View, complaints: Sequence[Complaint]) -> set[bytes]:
+    """Who names, or is named by, more members than may be Byzantine."""
     at_odds: dict[bytes, set[bytes]] = {}
     for complaint in complaints:
         at_odds.setdefault(complaint.namer, set()).add(complaint.named)
         at_odds.setdefault(complaint.named, set()).add(complaint.namer)
-    return {key for key, others in at_odds.items() if len(others) > view.bound + config.outages}
+    return {key for key, others in at_odds.items() if len(others) > view.bound}
 
 
 def _decide_complaints(config: Config, transcript: Transcript, decision: Decision) -> None:
     """Elimination: a pair that keeps naming each other goes together; who is at odds with too many goes alone."""
     view = transcript.view
-    fresh = find_complaints(config, transcript)
+    fresh, decision.late = find_complaints(config, transcript)
     if not fresh:
         return
     done = {*decision.banned, *decision.removed}  # whoever goes anyway takes nobody along
     complaints = [c for c in (*view.complaints, *fresh) if c.namer not in done and c.named not in done]
-    gone = _find_quarrellers(config, view, complaints)
+    gone = _find_quarrellers(view, complaints)
     if len(gone) > view.bound:
         return
     for key in sorted(gone):
@@ -672,7 +710,8 @@ def _decide_complaints(config: Config, transcript: Transcript, decision: Decisio
         if count >= config.complaints and not pair & gone:  # whoever takes one along takes nobody else
             gone |= pair
             if len(pair) == 2:
-                decision.pairs.add(Pair(*sorted(pair)))
+                one, other = sorted(pair)
+                decision.pairs.add((one, other))
             reason = "a pair that keeps naming each other" if len(pair) == 2 else "keeps naming itself"
             for key in sorted(pair):
                 decision.remove(key, reason)
@@ -691,7 +730,8 @@ def note_progress(config: Config, transcript: Transcript, until: int) -> View:
         view = note_commits(view, contributors, served)
     if Phase.REVEAL in known and transcript.randomness is not None:
         attempts = sum(record.step == view.step for record in view.attempts)
-        view = note_targets(view, find_targets(config, view, transcript.randomness, attempts))
+        drawn = find_targets(config, view, transcript.randomness, attempts)
+        view = note_draw(view, transcript.randomness, drawn)
     return view
 
 
@@ -745,10 +785,9 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         decision.get_changes(find_late(transcript)),
         height=height,
         previous=previous,
-        randomness=transcript.randomness,
         state=decision.state,
         scale=scale,
-        complaints=find_complaints(config, transcript),
+        complaints=find_complaints(config, transcript)[0],
         served=find_served(transcript),
         unshown=_find_hidden(config, transcript),
         joins=[key for key, count in asked.items() if count > transcript.view.bound],
@@ -763,11 +802,14 @@ def follow_resolution(
     if not resolution.out:
         return transcript.view
     previous = compute_digest("slow path", *(x for slot in resolution.slots for x in (slot.owner, slot.value or b"")))
-    changes = Changes(resolution.banned, resolution.removed, resolution.late)
+    changes = Changes(resolution.banned, resolution.removed, coming=resolution.coming)
     start = height + 3  # above everything that anybody has signed
     if concluded is not None:
         return retry_step(config, concluded, changes, start, previous)
-    return retry_step(config, note_progress(config, transcript, height), changes, start, previous)
+    view = note_progress(config, transcript, height)
+    if transcript.heights.get(height) is Phase.REVEAL and resolution.removed:
+        view = note_withheld_share(view)
+    return retry_step(config, view, changes, start, previous)
 
 
 def is_changed(before: View, after: View) -> bool:

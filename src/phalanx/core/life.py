@@ -13,13 +13,13 @@ from phalanx.core.checking import fetch
 from phalanx.core.conclusion import find_slow_time, follow
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_digest
-from phalanx.core.effects import AdoptState, Broadcast, HasState, Keep, Note, Send, Sign, Story, Undo
+from phalanx.core.effects import AdoptState, Broadcast, HasState, Keep, Note, Send, Story, Undo
 from phalanx.core.envelope import Examiner
 from phalanx.core.events import Banned, Jumped, MarginLost, Removed, RunFinished, StepFinished, Synced
-from phalanx.core.handlers import HANDLERS
-from phalanx.core.justice import Offence
-from phalanx.core.membership import decode_view, encode_view, is_another_electorate, make_genesis
-from phalanx.core.messages import Message, Phase, Rule
+from phalanx.core.handlers import HANDLERS, ask_back
+from phalanx.core.justice import LATE, Offence
+from phalanx.core.membership import compute_margin, decode_view, encode_view, is_another_electorate, make_genesis
+from phalanx.core.messages import Message, Rule
 from phalanx.core.peer import Lost, Peer, StateFetch
 from phalanx.core.step import run_attempt, run_closing
 from phalanx.core.transcript import Transcript
@@ -53,6 +53,7 @@ def run_made_peer(peer: Peer, returning: bool) -> Story:
     peer.enter(view)
     peer.join = join_slow_path
     riding = settled = False
+    margin = compute_margin(config, view)
     while True:
         try:
             settled = False
@@ -76,14 +77,16 @@ def run_made_peer(peer: Peer, returning: bool) -> Story:
         before = peer.view
         peer.enter(view, riding=riding)
         if view.step <= before.step:
+            peer.forget_later(view.step)
             yield Undo(view.step)
         if settled:
             peer.base = view
             yield Keep(encode_view(view), view.height)
         if not riding and view.step > before.step:
             yield Note(StepFinished(view.step - 1, view))
-        if peer.duties.margin:
-            yield Note(MarginLost(view.step, peer.duties.margin))
+        before_it, margin = margin, compute_margin(config, view)
+        if margin < before_it and margin <= 1:
+            yield Note(MarginLost(view.step, max(margin, 0)))
 
 
 def announce_lost(peer: Peer, lost: Lost) -> Story:
@@ -96,7 +99,7 @@ def announce_lost(peer: Peer, lost: Lost) -> Story:
         offence = epoch.offences.get(key) or find_equivocation(peer, epoch, key, lost)
         yield Note(Banned(key, offence.rule, offence.step, view.step, offence.reason, offence.evidence, offence.case))
     for key in sorted(set(epoch.view.roster) - set(view.roster) - set(view.banned)):
-        yield Note(Removed(key, view.step, epoch.removals.get(key, "silent, late or astray")))
+        yield Note(Removed(key, view.step, epoch.removals.get(key, LATE)))
 
 
 def find_equivocation(peer: Peer, epoch: Transcript, key: bytes, lost: Lost) -> Offence:
@@ -117,10 +120,18 @@ def catch_up(peer: Peer) -> Story:
 
 def prepare(peer: Peer) -> Story:
     """Hold the state that the view starts from; ask to join if I am not in."""
+    absent = peer.key in peer.absent
+    if not peer.member and not peer.leaving and not absent and key_may_ask(peer):
+        yield from ask_back(peer, 0)
+    yield from hold_state(peer)
+    peer.holding = True
+    if absent and not peer.leaving:
+        yield from ask_back(peer, 0)
+
+
+def hold_state(peer: Peer) -> Story:
+    """Get the state that the view starts from, unless it is here."""
     view = peer.view
-    if not peer.member and not peer.leaving and key_may_ask(peer):
-        join = yield Sign(view.height, view.step, view.attempt, Phase.COMMIT, bytes(32), m.Join(view.previous, "any"))
-        yield Broadcast(peer.others, join)
     if (yield HasState(view.step, view.state)):
         return
     while True:

@@ -8,6 +8,7 @@ members (in COMMIT, SEAL, ABORT or OUTCOME), so a newcomer can walk from the fou
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,9 +22,11 @@ from phalanx.core.crypto import compute_digest
 from phalanx.core.messages import MAX_CASES, MAX_MEMBERS
 from phalanx.core.randomness import Stream, derive_seed
 
-_MOST_MISSED = 12  # commits of a probationer; who is late once misses two
-_MOST_DOUBLINGS = 20  # of a former member's probation
-_MOST_ABSENCES = 2  # of a former member that comes before strangers
+FORGIVEN = 50
+"""Steps served for which an absence, or a strike, is forgiven."""
+LONGEST_ABSENCE = 40
+"""Steps that a member is kept out at most, however often it was absent."""
+_MOST_MISSED = 12  # commits of a probationer; one that is late once misses two
 _MOST_BANNED = 1024  # beyond, only members are put on record
 _MOST_SUSPECTS = 256  # of a run's last steps; beyond, those of the last two, for which nobody has been drawn
 
@@ -54,19 +57,37 @@ class Candidate(_Record, frozen=True):
     served: int
 
 
-class Pair(_Record, frozen=True):
-    """Two who left together because they kept naming each other: one of them is Byzantine, and nobody knows which."""
+class Absences(_Record, frozen=True):
+    """How often a member was suspended and has not been forgiven, and the steps that it has served since."""
 
-    one: bytes
-    other: bytes
+    key: bytes
+    count: int
+    served: int
+
+
+class Suspension(_Record, frozen=True):
+    """A member in good standing that is not in the roster: since which step, and from which it may be back."""
+
+    key: bytes
+    since: int
+    ready: int
+
+
+class Target(_Record, frozen=True):
+    """A commit that somebody recomputes."""
+
+    key: bytes
+    step: int
+    attempt: int
 
 
 class Check(_Record, frozen=True):
-    """``checker`` recomputes what ``target`` committed to in ``step``."""
+    """``checker`` recomputes what ``target`` committed to in that attempt."""
 
     checker: bytes
     target: bytes
     step: int
+    attempt: int
 
 
 class Caught(_Record, frozen=True):
@@ -92,7 +113,7 @@ class Committed(_Record, frozen=True):
 
 
 class Suspect(_Record, frozen=True):
-    """Somebody left after this commit: everyone recomputes it."""
+    """A commit that everyone recomputes: its sender was banned, left where bytes are needed, or the run is over."""
 
     key: bytes
     step: int
@@ -118,12 +139,13 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     """What the attempt's COMMIT names as the root before it."""
     roster: tuple[bytes, ...]
     bound: int
-    """b_t: how many members may still be Byzantine."""
+    """b_t: how many members may be Byzantine, the smaller of ``b`` and :attr:`doubts`."""
     doubts: int
-    """How many of those who are or were members may be, if there were no limit: bans lower it, strangers raise it."""
-    within: int
-    """How many members may be, if one of each pair that went was: pairs lower it, whoever comes may raise it."""
+    """How many of those who are or were members may be, if there were no limit: bans lower it, strangers raise it.
+    Silence never does, however long it lasts."""
     randomness: bytes
+    drawn: bytes | None
+    """The randomness of the next step, once an attempt has revealed it: no retry draws it again."""
     state: bytes
     """The digest of the state before the step."""
     tau: float
@@ -131,19 +153,19 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     """The agreed scale of norms of the last steps, for automatic tau."""
     order: tuple[bytes, ...]
     """The roster as drawn for duties, once per step."""
-    targets: tuple[bytes, ...]
-    """Contributors of the last step but one whom the validators check: nobody knew them when that step's reports were
-    signed."""
-    carried: tuple[bytes, ...]
-    """Contributors of the step before whom a dead attempt's randomness has drawn: a retry draws more, not others."""
+    targets: tuple[Target, ...]
+    """Commits that are checked in this step: of contributors of the last step but one, whom nobody knew when that
+    step's reports were signed; and those that died with an attempt whose sender fell silent."""
+    carried: tuple[Target, ...]
+    """Targets of the next step that dead attempts have left: a retry draws more, not others."""
     trial_checks: tuple[Check, ...]
     banned: tuple[bytes, ...]
     strikes: tuple[Count, ...]
-    absences: tuple[Count, ...]
-    """Former members, and how often each was removed."""
+    absences: tuple[Absences, ...]
+    suspended: tuple[Suspension, ...]
+    owed: tuple[tuple[bytes, ...], ...]
+    """Members that should have been suspended, alone or in pairs, when the roster was too small for it."""
     complaints: tuple[Complaint, ...]
-    pairs: tuple[Pair, ...]
-    """Pairs of which neither is back."""
     candidates: tuple[Candidate, ...]
     attempts: tuple[Committed, ...]
     """Attempts of the last steps: what may still be checked."""
@@ -172,28 +194,67 @@ def compute_roster_digest(roster: Sequence[bytes]) -> bytes:
 
 
 def compute_quorum(config: Config, view: View | Committed) -> int:
-    """How many members' signatures settle a slow path.
-
-    What is safe while ``delta`` is broken does not rest on pairs: two who could not reach each other went together.
-    """
+    """How many members' signatures settle a slow path."""
     n, most = len(view.roster), min(config.byzantine, view.doubts)
     return (n + most) // 2 + 1 if config.partition_safe else n // 2 + 1
 
 
-def compute_bound(config: Config, members: int, doubts: int, within: int) -> int:
-    """b_t: how many members may be Byzantine, as far as rules with votes go.
+# ---- The floor
 
-    Where pairs have gone it gives way, but only as far as it must for honest members to be more: two who could not
-    reach each other may both have been honest.
+
+def compute_floor(config: Config, doubts: int) -> int:
+    """F: nothing but a ban brings the members that go on below this number.
+
+    With ``b_t`` Byzantine members among them, those that contribute are honest for the most part, honest members are
+    enough for every quorum, and more than ``b_t``: they can convict, and let others back in.
     """
-    return min(config.byzantine, doubts, max((members - 1) // 2, within))
-
-
-def compute_margin(config: Config, members: int, doubts: int, within: int) -> int:
-    """How many honest members there are beyond those that the rules need, at least."""
-    margin = members - 2 * within - 2 - config.outages
     most = min(config.byzantine, doubts)
-    return min(margin, margin + 1 - most) if config.partition_safe else margin
+    floor = 2 * most + 1 + config.validators
+    return max(floor, 3 * most + 1) if config.partition_safe else floor
+
+
+def compute_margin(config: Config, view: View) -> int:
+    """How many members may fall silent before the run waits for them."""
+    return len(view.roster) - compute_floor(config, view.doubts)
+
+
+def is_enough(config: Config, attempts: Iterable[Committed], members: Collection[bytes], doubts: int) -> bool:
+    """Whether these members may go on without the others.
+
+    Of each attempt that is still checked enough must be present to convict those that cheated in it.
+    """
+    if len(members) < compute_floor(config, doubts):
+        return False
+    here = set(members)
+    return all(
+        len(here.intersection(record.roster)) >= 2 * min(config.byzantine, record.doubts, doubts) + 1
+        for record in attempts
+    )
+
+
+def find_replacements(
+    config: Config, view: View, changes: Changes, present: Collection[bytes], stands: bool, round_: int
+) -> frozenset[bytes] | None:
+    """Which suspended members come in so that the others can go on without those that go; None if it is not enough.
+
+    ``present`` have shown that they are there and hold the state. Where the roster is large enough nobody has to come.
+    A member that was suspended in this very step, and not for the first time, is let in only in a later round: two
+    attackers that take turns would pay nothing.
+    """
+    members = {*view.roster} - changes.out
+    record = Committed(view.step, view.attempt, view.roster, (), (), doubts=view.doubts)
+    attempts = (*view.attempts, record) if stands else view.attempts
+    doubts = view.doubts - len(changes.banned & {*view.roster})
+    if is_enough(config, attempts, members, doubts):
+        return frozenset()
+    counts = {record.key: record.count for record in view.absences}
+    coming = {
+        member.key
+        for member in view.suspended
+        if member.key in present and (member.since < view.step or round_ >= 2 * (counts.get(member.key, 1) - 1))
+    }
+    coming = {*sorted(coming)[: max(0, min(config.size, MAX_MEMBERS) - len(members))]}
+    return frozenset(coming) if is_enough(config, attempts, members | coming, doubts) else None
 
 
 def is_another_electorate(before: View, after: View) -> bool:
@@ -215,40 +276,63 @@ class Duties:
 
 def compute_duties(config: Config, view: View) -> Duties:
     """Who validates whom, and who contributes. A validator that is gone is replaced by the next drawn."""
-    needed = 2 * view.bound + 1 + config.outages
     return _assign_duties(
-        config.validators, needed, view.step, view.roster, view.order, view.targets, view.trial_checks
+        config.validators,
+        2 * view.bound + 1,
+        view.roster,
+        view.order,
+        view.targets,
+        view.trial_checks,
+        _find_witnesses(view, view.targets),
     )
+
+
+def _find_witnesses(view: View, targets: Iterable[Target]) -> tuple[tuple[bytes, ...], ...]:
+    """For each target, the members of its attempt: one that came back since checks nothing that it missed."""
+    records = (find_record(view, target.step, target.attempt) for target in targets)
+    return tuple(record.roster if record is not None else () for record in records)
 
 
 @lru_cache(maxsize=16)
 def _assign_duties(
     wanted: int,
     needed: int,
-    step: int,
     roster: tuple[bytes, ...],
     drawn: tuple[bytes, ...],
-    targets: tuple[bytes, ...],
+    targets: tuple[Target, ...],
     trial_checks: tuple[Check, ...],
+    witnesses: tuple[tuple[bytes, ...], ...],
 ) -> Duties:
-    """Every peer foresees its duties and then has them, and in one process many peers want the same ones."""
+    """Every peer foresees its duties and then has them, and in one process many peers want the same ones.
+
+    Each of the first targets gets a validator, the first in the drawn order that is not the target itself; further ones
+    go to the member that has least to do.
+    """
     members = set(roster)
     order = [key for key in drawn if key in members]
     count = max(1, min(wanted, len(order) - needed))
     count = min(count, len(order) - 1)  # one that is alone has nobody to check, and nobody else to compute
     validators: list[bytes] = []
     checks = [check for check in trial_checks if check.checker in members]
-    for place, target in enumerate(targets):
-        if len(validators) < count:
-            free = [key for key in order if key != target and key not in validators]
-            if free:
-                validators.append(free[0])
-                checks.append(Check(free[0], target, step - 2))
-                continue
-        others = [key for key in validators if key != target]
-        if others:
-            checks.append(Check(others[place % len(others)], target, step - 2))
+    more: list[tuple[Target, list[bytes]]] = []
+    for target, there in zip(targets, witnesses, strict=True):
+        able = [key for key in order if key != target.key and key in there]
+        free = [key for key in able if key not in validators]
+        if len(validators) < count and free:
+            validators.append(free[0])
+            checks.append(Check(free[0], target.key, target.step, target.attempt))
+        else:
+            more.append((target, able))
     validators += [key for key in order if key not in validators][: count - len(validators)]
+    load = Counter(key for key in order if key not in validators)
+    load.update(check.checker for check in checks)
+    for target, able in more:
+        taken = {check.checker for check in checks if (check.target, check.step) == (target.key, target.step)}
+        free = [key for key in able if key not in taken]
+        if free:
+            checker = min(free, key=load.__getitem__)
+            load[checker] += 1
+            checks.append(Check(checker, target.key, target.step, target.attempt))
     contributors = tuple(key for key in roster if key not in validators)
     return Duties(tuple(validators), contributors, tuple(checks), wanted - count)
 
@@ -259,27 +343,32 @@ def draw_targets(randomness: bytes, contributors: tuple[bytes, ...], count: int)
     return tuple(stream.draw_sample(contributors, min(count, len(contributors))))
 
 
-def find_targets(config: Config, view: View, randomness: bytes, attempts: int) -> tuple[bytes, ...]:
+def find_targets(config: Config, view: View, randomness: bytes, attempts: int) -> tuple[Target, ...]:
     """Whom the randomness of the view's step draws from those who contributed to the step before it.
 
     Of several attempts at a step each draws more. Were they drawn from those who contribute to this step, attackers
-    would know who of them is not checked before they report, and let that one lie for all.
+    would know who of them is not checked before they report, and let that one lie for all. Those that were suspended
+    since are drawn as if they were here: a ban reaches them.
     """
     before = find_last(view, view.step - 1)
-    return draw_targets(randomness, before.contributors, attempts * config.validators) if before is not None else ()
+    if before is None:
+        return ()
+    drawn = draw_targets(randomness, before.contributors, attempts * config.validators)
+    return tuple(Target(key, before.step, before.attempt) for key in drawn)
 
 
 def foresee_duties(config: Config, view: View, randomness: bytes, served: Collection[bytes]) -> Duties:
     """The duties of the next step if this attempt succeeds and nobody comes or goes."""
     drawn = find_targets(config, view, randomness, 1 + sum(record.step == view.step for record in view.attempts))
+    following, targets = view.drawn or randomness, _add_targets(view.carried, drawn)
     return _assign_duties(
         config.validators,
-        2 * view.bound + 1 + config.outages,
-        view.step + 1,
+        2 * view.bound + 1,
         view.roster,
-        _draw_order(randomness, view.roster),
-        tuple(dict.fromkeys((*view.carried, *drawn))),
-        _draw_trial_checks(randomness, view.roster, sorted(served), config.probation_checks, view.step),
+        _draw_order(following, view.roster),
+        targets,
+        _draw_trial_checks(following, view, sorted(served), config.probation_checks, view.roster),
+        _find_witnesses(view, targets),
     )
 
 
@@ -302,8 +391,8 @@ def make_genesis(config: Config) -> View:
         roster=config.founders,
         bound=config.byzantine,
         doubts=config.byzantine,
-        within=config.byzantine,
         randomness=randomness,
+        drawn=None,
         state=config.state,
         tau=config.tau.start if isinstance(config.tau, AutomaticTau) else config.tau,
         scales=(),
@@ -314,8 +403,9 @@ def make_genesis(config: Config) -> View:
         banned=(),
         strikes=(),
         absences=(),
+        suspended=(),
+        owed=(),
         complaints=(),
-        pairs=(),
         candidates=(),
         attempts=(),
         suspects=(),
@@ -330,66 +420,131 @@ def _draw_order(randomness: bytes, roster: tuple[bytes, ...]) -> tuple[bytes, ..
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Who goes, and why it matters later."""
+    """Who goes and who comes between two attempts."""
 
     banned: frozenset[bytes] = frozenset()
     removed: frozenset[bytes] = frozenset()
+    """To be suspended, as far as the floor allows."""
     late: frozenset[bytes] = frozenset()
-    pairs: frozenset[Pair] = frozenset()
-    """Of those who are removed."""
+    """Members that earned a strike."""
+    pairs: frozenset[tuple[bytes, bytes]] = frozenset()
+    """Of those to be suspended: who goes with whom, or not at all."""
+    leaving: frozenset[bytes] = frozenset()
+    """Of those to be suspended: who asked for it. If the floor forbids it now, the member asks again."""
+    coming: frozenset[bytes] = frozenset()
+    """Suspended members that come in at once, so that a run that waits can go on."""
 
     @property
     def out(self) -> frozenset[bytes]:
         return self.banned | self.removed
 
 
-def remove_members(config: Config, view: View, changes: Changes, acquitted: Collection[Suspect] = ()) -> View:
-    """The view without those who go. Their commits of the last steps become suspect.
+def change_members(config: Config, view: View, changes: Changes, acquitted: Collection[Suspect] = ()) -> View:
+    """The view without those who go, as far as the floor allows, and with those who come.
 
-    Also of those who are banned: for whom they lied shows only if somebody looks.
+    What was banned becomes suspect: for whom it lied shows only if somebody looks. In tolerant mode the commits of
+    those that are suspended do too, as their bytes may be gone before anybody is drawn to check them.
     """
-    if not (changes.banned or changes.removed or changes.late or acquitted):
+    if not (changes.out or changes.late or changes.coming or acquitted or view.owed):
         return view
-    gone = changes.out
-    was_member = set(view.roster) | {count.key for count in view.absences}
-    going = [key for key in view.roster if key in gone]
-    leaving = [key for key in going if key not in changes.banned]
-    suspects = {suspect for suspect in view.suspects if suspect not in acquitted}
-    for attempt in view.attempts:
-        suspects |= {Suspect(key, attempt.step, attempt.attempt) for key in going if key in attempt.contributors}
+    absent = {member.key for member in view.suspended}
+    was_member = {*view.roster, *absent}
+    coming = changes.coming & absent
     fresh = [key for key in changes.banned if key in was_member and key not in view.banned]
     # A key that was never a member costs nothing, and neither does another: of such keys a limited number is kept.
     strangers = sorted(changes.banned - was_member - {*view.banned})[: max(0, _MOST_BANNED - len(view.banned))]
-    roster = tuple(key for key in view.roster if key not in gone)
     doubts = max(0, view.doubts - len(fresh))
-    pairs = {pair for pair in (*view.pairs, *changes.pairs) if not {pair.one, pair.other} & changes.banned}
-    within = max(0, min(view.within - len(pairs - {*view.pairs}), doubts - len(pairs)))
+    strikes = _count(view.strikes, changes.late, changes.banned)
+    staying = tuple(key for key in view.roster if key not in changes.banned) + tuple(sorted(coming))
+    going, owed = _choose_going(config, view, changes, staying, doubts, strikes)
+    gone = {*going, *changes.banned}
+    checked = [key for key in view.roster if key in (gone if config.tolerance is not None else changes.banned)]
+    suspects = {suspect for suspect in view.suspects if suspect not in acquitted}
+    for attempt in view.attempts:
+        suspects |= {Suspect(key, attempt.step, attempt.attempt) for key in checked if key in attempt.contributors}
+    roster = tuple(key for key in staying if key not in gone)
+    absences, suspended = _suspend(view, going, {*changes.banned, *coming})
     return msgspec.structs.replace(
         view,
         roster=roster,
-        bound=compute_bound(config, len(roster), doubts, within),
+        bound=min(config.byzantine, doubts),
         doubts=doubts,
-        within=within,
         banned=tuple(sorted({*view.banned, *fresh, *strangers})),
-        strikes=_count(view.strikes, changes.late, gone),
-        absences=_count(view.absences, leaving, changes.banned),
+        strikes=tuple(count for count in strikes if count.key not in gone),
+        absences=absences,
+        suspended=suspended,
+        owed=owed,
         complaints=tuple(c for c in view.complaints if c.namer not in gone and c.named not in gone),
-        pairs=tuple(sorted(pairs)),
         candidates=tuple(c for c in view.candidates if c.key not in gone),
         suspects=tuple(sorted(suspects)),
     )
 
 
+def _choose_going(
+    config: Config, view: View, changes: Changes, staying: tuple[bytes, ...], doubts: int, strikes: Sequence[Count]
+) -> tuple[list[bytes], tuple[tuple[bytes, ...], ...]]:
+    """Who is suspended now, pairs together; and who would be if the roster was larger.
+
+    What a slow path has agreed on comes first: it has made sure that enough stay.
+    """
+    paired = {key for pair in changes.pairs for key in pair}
+    often = {count.key for count in strikes if count.count >= config.strikes}
+    alone = [(key,) for key in sorted(changes.removed - paired)]
+    struck = [(key,) for key in sorted(often)]
+    members, going, owed = {*staying}, list[bytes](), list[tuple[bytes, ...]]()
+    for group in dict.fromkeys((*alone, *sorted(changes.pairs), *struck, *view.owed)):
+        if not {*group} <= members:
+            continue  # one of them has gone already: it takes nobody along
+        if is_enough(config, view.attempts, members - {*group}, doubts):
+            members -= {*group}
+            going += group
+        elif not {*group} <= changes.leaving:
+            owed.append(group)
+    return going, tuple(owed)
+
+
+def _suspend(
+    view: View, going: Sequence[bytes], no_longer: Collection[bytes]
+) -> tuple[tuple[Absences, ...], tuple[Suspension, ...]]:
+    """The records once these are suspended, and others no longer are: back after the first absence at once, later
+    after 4, 8, 16, 32 and at most 40 steps."""
+    records = {record.key: record for record in view.absences}
+    out = {member.key: member for member in view.suspended if member.key not in no_longer}
+    for key in going:
+        count = records[key].count + 1 if key in records else 1
+        wait = 0 if count == 1 else min(LONGEST_ABSENCE, 2**count)
+        records[key] = Absences(key, count, 0)
+        out[key] = Suspension(key, view.step, view.step + wait)
+    known = tuple(record for key, record in sorted(records.items()) if key not in view.banned)
+    return known, tuple(out[key] for key in sorted(out))
+
+
 def retry_step(
     config: Config, view: View, changes: Changes, height: int, previous: bytes, acquitted: Collection[Suspect] = ()
 ) -> View:
-    """The same step once more, without those who go: same parameters and gradients, new slices and shares."""
-    view = remove_members(config, view, changes, acquitted)
-    return msgspec.structs.replace(view, attempt=height, failed=view.failed + 1, height=height, previous=previous)
+    """The same step once more, without those who go: same parameters and gradients, new slices and shares.
+
+    What a member committed to in the attempt that died of its silence joins the targets.
+    """
+    before = view
+    view = change_members(config, view, changes, acquitted)
+    died = find_record(view, view.step, view.attempt)
+    gone = {*before.roster} - {*view.roster} - {*view.banned}
+    left = (
+        [Target(key, died.step, died.attempt) for key in died.contributors if key in gone] if died is not None else []
+    )
+    return msgspec.structs.replace(
+        view,
+        attempt=height,
+        failed=view.failed + 1,
+        height=height,
+        previous=previous,
+        carried=_add_targets(view.carried, left),
+    )
 
 
 def note_commits(view: View, contributors: tuple[bytes, ...], trials: tuple[bytes, ...]) -> View:
-    """The view with this attempt's COMMIT on record: from now on whoever leaves has it checked."""
+    """The view with this attempt's COMMIT on record: from now on it may be checked."""
     record = Committed(view.step, view.attempt, view.roster, contributors, trials, bound=view.bound, doubts=view.doubts)
     return msgspec.structs.replace(view, attempts=(*view.attempts, record))
 
@@ -417,9 +572,28 @@ def note_ending(view: View, excused: Iterable[bytes], caught: Iterable[tuple[byt
     return msgspec.structs.replace(view, attempts=(*others, last))
 
 
-def note_targets(view: View, targets: Iterable[bytes]) -> View:
-    """The view with targets that this attempt's randomness has drawn, whether or not the attempt dies."""
-    return msgspec.structs.replace(view, carried=tuple(dict.fromkeys((*view.carried, *targets))))
+def note_draw(view: View, randomness: bytes, targets: Iterable[Target]) -> View:
+    """The view with what this attempt's randomness has drawn, whether or not the attempt dies."""
+    return msgspec.structs.replace(
+        view, drawn=view.drawn or randomness, carried=_add_targets(view.carried, tuple(targets))
+    )
+
+
+def note_withheld_share(view: View) -> View:
+    """The view after a share was withheld: everybody that contributed to the step before is checked, twice.
+
+    Its owner knew the outcome that it kept from the others. Were only others drawn instead, it could let a cheat live.
+    """
+    before = find_last(view, view.step - 1)
+    if before is None:
+        return view
+    everybody = tuple(Target(key, before.step, before.attempt) for key in before.contributors)
+    others = tuple(target for target in view.carried if target not in everybody)
+    return msgspec.structs.replace(view, carried=(*others, *everybody, *everybody))
+
+
+def _add_targets(targets: tuple[Target, ...], more: Iterable[Target]) -> tuple[Target, ...]:
+    return (*targets, *(target for target in dict.fromkeys(more) if target not in targets))
 
 
 def finish_step(
@@ -429,7 +603,6 @@ def finish_step(
     *,
     height: int,
     previous: bytes,
-    randomness: bytes,
     state: bytes,
     scale: float | None,
     complaints: Sequence[Complaint],
@@ -439,7 +612,9 @@ def finish_step(
     acquitted: Collection[Suspect] = (),
 ) -> View:
     """The view of the next step."""
-    view = remove_members(config, view, changes, acquitted)
+    assert view.drawn is not None, "a step is finished once its randomness is known"
+    randomness = view.drawn
+    view = change_members(config, view, changes, acquitted)
     step = view.step + 1
     if step >= config.steps:  # nobody will be drawn any more to check the last steps: everybody does
         last = {record.step: record for record in view.attempts}
@@ -448,12 +623,13 @@ def finish_step(
             for record in last.values()
             if record.step >= step - 2 or len(last) * len(view.roster) <= _MOST_SUSPECTS
             for key in record.contributors
-            if key in view.roster
+            if key not in view.banned
         }
         view = msgspec.structs.replace(view, suspects=tuple(sorted({*view.suspects, *everybody})))
+    witnesses = view.roster
+    view = _let_in(config, _forgive(config, view), joins, step)
     view, graduates = _advance_candidates(config, view, served, unshown, joins, randomness, step)
-    roster = view.roster + tuple(graduates)
-    doubts, within, pairs = _raise_doubts(config, view, graduates)
+    roster, doubts = view.roster + tuple(graduates), view.doubts + len(graduates)
     scales, tau = _move_tau(config, view, scale)
     here = {*roster, *(candidate.key for candidate in view.candidates)}
     tried = [key for key in sorted(served) if key in here]
@@ -464,34 +640,69 @@ def finish_step(
         previous=previous,
         roster=roster,
         # Whoever is new may be Byzantine: what bans have proven of others says nothing of it.
-        bound=compute_bound(config, len(roster), doubts, within),
+        bound=min(config.byzantine, doubts),
         doubts=doubts,
-        within=within,
         randomness=randomness,
+        drawn=None,
         state=state,
         tau=tau,
         scales=scales,
         order=_draw_order(randomness, roster),
-        targets=view.carried,
+        targets=tuple(target for target in view.carried if target.key not in view.banned),
         carried=(),
-        trial_checks=_draw_trial_checks(randomness, roster, tried, config.probation_checks, step - 1),
+        trial_checks=_draw_trial_checks(randomness, view, tried, config.probation_checks, witnesses),
         complaints=tuple(
             c for c in (*view.complaints, *complaints) if c.step > step - config.complaint_window and c.namer in roster
         ),
-        pairs=pairs,
         attempts=tuple(a for a in view.attempts if a.step > step - 1 - KEPT_STEPS),
         suspects=tuple(s for s in view.suspects if s.step > step - 1 - KEPT_STEPS),
     )
 
 
+def _forgive(config: Config, view: View) -> View:
+    """The view once its members have served a step more; a stranger that has stayed away too long is one again.
+
+    It could otherwise keep places while what it computes buys others. Founders are the promise that ``b`` is.
+    """
+    members = {*view.roster}
+    served = (msgspec.structs.replace(x, served=x.served + (x.key in members)) for x in view.absences)
+    records = (Absences(x.key, x.count - 1, 0) if x.served >= FORGIVEN else x for x in served)
+    strikes = view.strikes
+    if (view.step + 1) % FORGIVEN == 0:
+        strikes = tuple(Count(x.key, x.count - 1) for x in strikes if x.count > 1)
+    here = {
+        x.key for x in view.suspended if x.key in config.founders or view.step - x.since <= config.newcomer_term
+    } | members
+    return msgspec.structs.replace(
+        view,
+        absences=tuple(x for x in records if x.count > 0 and x.key in here),
+        suspended=tuple(x for x in view.suspended if x.key in here),
+        strikes=strikes,
+    )
+
+
+def _let_in(config: Config, view: View, joins: Collection[bytes], step: int) -> View:
+    """The view with the suspended members that have shown that they are there, and whose time has come."""
+    room = max(0, min(config.size, MAX_MEMBERS) - len(view.roster))
+    back = tuple(x.key for x in view.suspended if x.key in joins and step >= x.ready)[:room]
+    if not back:
+        return view
+    out = tuple(x for x in view.suspended if x.key not in back)
+    return msgspec.structs.replace(view, roster=view.roster + back, suspended=out)
+
+
 def _draw_trial_checks(
-    randomness: bytes, roster: tuple[bytes, ...], tried: Sequence[bytes], count: int, step: int
+    randomness: bytes, view: View, tried: Sequence[bytes], count: int, witnesses: tuple[bytes, ...]
 ) -> tuple[Check, ...]:
-    """Who recomputes what those on probation committed to, each ``count`` times."""
+    """Who recomputes what those on probation committed to in the view's attempt, each ``count`` times."""
     if not tried:
         return ()
     checkers = Stream(derive_seed(randomness, "trials"))
-    return tuple(Check(checkers.draw_sample(roster, 1)[0], key, step) for key in tried for _ in range(count))
+    return tuple(
+        Check(checkers.draw_sample(witnesses, 1)[0], key, view.step, view.attempt)
+        for key in tried
+        for _ in range(count)
+    )
 
 
 def _advance_candidates(
@@ -511,7 +722,6 @@ def _advance_candidates(
     if not view.candidates and not joins:
         return view, []
     staying: list[Candidate] = []
-    gone: list[Candidate] = []
     honest = max(1, len(view.roster) - view.bound)
     advanced = [
         msgspec.structs.replace(c, served=c.served + (c.key in served) - (c.key in unshown)) for c in view.candidates
@@ -522,65 +732,31 @@ def _advance_candidates(
         spell = max(candidate.term, candidate.served)  # who waits to be let in may wait long
         denied = spell * view.bound // honest if config.tolerance is not None else 0
         here = step - candidate.since - candidate.served <= _MOST_MISSED * (spell // candidate.term) + denied
-        if candidate.key not in graduates:
-            (staying if here else gone).append(candidate)  # who does not show up gives way to others
-    taken = {*view.roster, *view.banned, *graduates, *(c.key for c in staying)}
+        if here and candidate.key not in graduates:  # one that does not show up gives way to others
+            staying.append(candidate)
+    absent = {member.key for member in view.suspended}
+    taken = {*view.roster, *absent, *view.banned, *graduates, *(c.key for c in staying)}
     waiting = sorted({key for key in joins if key not in taken})
     stream = Stream(derive_seed(randomness, "admission"))
-    absences = {count.key: count.count for count in view.absences}
-    absences |= {candidate.key: absences[candidate.key] + 1 for candidate in gone if candidate.key in absences}
     drawn = stream.draw_sample(waiting, len(waiting))
-    # Former members first, a key that computed is worth more; but not those who keep going, or do not show up.
-    drawn.sort(key=lambda key: absences.get(key, _MOST_ABSENCES + 1) > _MOST_ABSENCES)
     serving = sum(candidate.key not in done for candidate in staying)  # who waits to be let in keeps nobody out
     places = min(config.admissions - serving, MAX_CASES - config.validators - len(staying))
-    for key in drawn[: max(0, places)]:
-        # Twice as long each time: who is removed rather than banned for what it did can do it a few times, not often.
-        former = config.probation << min(absences.get(key, 1) - 1, _MOST_DOUBLINGS)
-        term = former if key in absences else config.newcomer_term
-        staying.append(Candidate(key, step, term, 0))
-    counts = tuple(Count(key, count) for key, count in sorted(absences.items()))
-    return msgspec.structs.replace(view, candidates=tuple(sorted(staying)), absences=counts), graduates
+    staying += [Candidate(key, step, config.newcomer_term, 0) for key in drawn[: max(0, places)]]
+    return msgspec.structs.replace(view, candidates=tuple(sorted(staying))), graduates
 
 
 def _choose_graduates(config: Config, view: View, done: Sequence[bytes], randomness: bytes) -> list[bytes]:
-    """Whom to let in of those whose probation is over. The others serve on until more come, or one they left with.
+    """Whom to let in of those whose probation is over: a stranger adds one member, and may raise the floor by two.
 
-    While a pair is out, one of it, or a stranger, may be one attacker more: if that one came back first each time,
-    attackers could take one honest member after another along until they are the majority.
+    The others serve on until the roster is larger.
     """
     room = max(0, min(config.size, MAX_MEMBERS) - len(view.roster))
-    drawn = Stream(derive_seed(randomness, "graduates")).draw_sample(done, len(done))[:room]
-
-    def fits(keys: Sequence[bytes]) -> bool:
-        doubts, within, _ = _raise_doubts(config, view, keys)
-        whole = sum(pair.one in keys and pair.other in keys for pair in view.pairs)
-        margin = compute_margin(config, len(view.roster) + len(keys), doubts, within)
-        return margin >= 0 or within - view.within <= whole  # a whole pair is worth what it costs
-
-    if not view.pairs or fits(drawn):
-        return sorted(drawn)
-    wholes = [key for pair in view.pairs if pair.one in drawn and pair.other in drawn for key in (pair.one, pair.other)]
-    units = [wholes[i : i + 2] for i in range(0, len(wholes), 2)] + [[key] for key in drawn if key not in wholes]
     chosen: list[bytes] = []
-    for unit in units:
-        chosen += unit if fits([*chosen, *unit]) else []
-    apart = {key for pair in view.pairs for key in (pair.one, pair.other)} - {*wholes}
-    crowd = [key for key in drawn if key not in apart]  # strangers may fit together where none does alone
-    return sorted(crowd if fits(crowd) and len(crowd) > len(chosen) else chosen)
-
-
-def _raise_doubts(config: Config, view: View, coming: Sequence[bytes]) -> tuple[int, int, tuple[Pair, ...]]:
-    """How many may be Byzantine once these are in: of all, and of the members; and which pairs are still out.
-
-    Whoever comes may be one. But no more members may be than are left if each pair that is out has one, and no more
-    than ``b``.
-    """
-    known = {count.key for count in view.absences}
-    doubts = view.doubts + sum(key not in known for key in coming)
-    pairs = tuple(pair for pair in view.pairs if pair.one not in coming and pair.other not in coming)
-    within = max(0, min(config.byzantine, view.within + len(coming), doubts - len(pairs)))
-    return doubts, within, pairs
+    for key in Stream(derive_seed(randomness, "graduates")).draw_sample(done, len(done))[:room]:
+        members = {*view.roster, *chosen, key}
+        if is_enough(config, view.attempts, members, view.doubts + len(chosen) + 1):
+            chosen.append(key)
+    return sorted(chosen)
 
 
 def _move_tau(config: Config, view: View, scale: float | None) -> tuple[tuple[float, ...], float]:

@@ -33,12 +33,15 @@ from phalanx.core.wire import WIRE_TYPES, Piece, decode_tensor, view_bytes
 _PAST_HEIGHTS = 64
 FUTURE_HEIGHTS = 4
 _MOST_CASES = 1024
+_MOST_SETTLEMENTS = 32
 _MOST_JOINS = 256
 _PASSED_JOINS, _NEW_JOINS = 16, 64
 """Requests to join that are passed on within ``delta``: those of one member, and those of all strangers together."""
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
+SOON = 8
+"""In a part of ``delta`` so small a message that nothing held up is here: what is late is asked for then."""
 KEPT_ROUNDS = 8
 """Of a slow path, from one sender."""
 _MOST_TRIALS = 4
@@ -145,6 +148,8 @@ class Peer:
         """Commits of probationers by height, sender and digest."""
         self.timeouts: dict[tuple[int, int], dict[bytes, Letter]] = {}
         self.votes: dict[tuple[int, int, bool], dict[bytes, Letter]] = {}
+        self.settlements: dict[bytes, m.Settlement] = {}
+        """How slow paths may end, by digest: those that I came to, or asked for."""
         self.finals: dict[int, tuple[Signed, ...]] = {}
         """Final votes of slow paths that are settled."""
         self.alarms: dict[int, m.Alarm] = {}
@@ -170,7 +175,7 @@ class Peer:
         """Until when I wait for the bytes behind somebody's commit, in this round of checks."""
         self.bearers: dict[tuple[int, int, bytes], set[bytes]] = {}
         """Who accuses it, in this vote."""
-        self.answered_alarms: set[tuple[int, int]] = set()
+        self.answered_alarms: set[tuple[bytes, int, int]] = set()
         self.gradients: dict[tuple[int, bytes], Tensor] = {}
         """What was computed lately for others, by step and seed."""
         self.finished: dict[int, Any] = {}
@@ -213,8 +218,14 @@ class Peer:
         self.transcript = Transcript(view, self.duties)
         self.transcripts[view.step, view.attempt] = self.transcript
         here = {*view.roster, *(c.key for c in view.candidates)}
-        self.circle = {*here, *(k for a in view.attempts for k in a.roster)}
-        self.audience = tuple(key for key in (*view.roster, *(c.key for c in view.candidates)) if key != self.key)
+        self.absent = {member.key for member in view.suspended}
+        """Suspended members."""
+        self.circle = {*here, *self.absent, *(k for a in view.attempts for k in a.roster)}
+        self.holding = False
+        """Whether I hold the state that the view starts from."""
+        self.recent = {transcript.view.digest for transcript in self.transcripts.values()}
+        followers = (*(c.key for c in view.candidates), *filter(self.is_back, sorted(self.absent)))
+        self.audience = tuple(key for key in (*view.roster, *followers) if key != self.key)
         self.others = tuple(key for key in view.roster if key != self.key)
         self.banned = frozenset(view.banned)
         """Whose messages are not even looked at: answering them would let a cheat spend our bandwidth."""
@@ -254,8 +265,14 @@ class Peer:
             _drop(
                 self.cases, [digest for digest in self.cases if digest not in needed][: len(self.cases) - _MOST_CASES]
             )
+        _drop(self.settlements, list(self.settlements)[: max(0, len(self.settlements) - _MOST_SETTLEMENTS)])
         self.asked = {request for request in self.asked if request[1] >= old}
         self.partial = {place: assembly for place, assembly in self.partial.items() if place[1] >= old}
+
+    def is_back(self, key: bytes) -> bool:
+        """Whether a suspended member has shown lately that it is there and holds the state."""
+        letter = self.joins.get(key)
+        return letter is not None and isinstance(letter.body, m.Join) and letter.body.view in self.recent
 
     def page(self, height: int) -> Page:
         page = self.pages.get(height)
@@ -427,6 +444,8 @@ class Peer:
         """A request to join, from who asks or from a member that passes it on: keys are free, and each goes to all."""
         key = message.sender
         view = self.view
+        if key in self.absent:
+            return self._take_return(message, sender)
         if key in self.joins or key in view.roster or key in view.banned:
             return ()
         if sender != key and not (sender in view.roster and self.may_take(sender, m.Join, _PASSED_JOINS, 0)):
@@ -436,13 +455,26 @@ class Peer:
             return ()
         self.joins[key] = letter
         if len(self.joins) > _MOST_JOINS:  # chance decides, so that nobody can crowd others out
-            worst = max(self.joins, key=lambda key: compute_digest("join", view.randomness, key))
+            strangers = (key for key in self.joins if key not in self.absent)
+            worst = max(strangers, key=lambda key: compute_digest("join", view.randomness, key))
             del self.joins[worst]
             if worst == key:
                 return ()
         if sender == key and not self.may_take(sender, m.Join, _PASSED_JOINS, _NEW_JOINS):
             return ()
         return (Broadcast(self.others, message),)  # whoever knows one member is known to all
+
+    def _take_return(self, message: Signed, sender: bytes) -> Iterable[Any]:
+        """A suspended member says that it is back. It tells every member itself, so nobody passes it on."""
+        if sender != message.sender or not self.may_take(sender, m.Join, _PASSED_JOINS, 0):
+            return ()
+        letter, held = self.examiner.examine(message), self.joins.get(sender)
+        if letter is None or not isinstance(letter.body, m.Join):
+            return ()
+        known = held.body.round if held is not None and isinstance(held.body, m.Join) else 0
+        if held is None or (message.height, letter.body.round) >= (held.message.height, known):
+            self.joins[sender] = letter
+        return ()
 
     # ---- Long bytes
 
@@ -463,6 +495,11 @@ class Peer:
         held = self.parts.get(place)
         if held is None or not self.has_part(place):
             self.parts[place] = (self.put_away(data), chunk.path)
+
+    def is_coming(self, place: tuple[int, int, bytes, int]) -> bool:
+        """Whether some of a part's bytes are here already, from its owner."""
+        step, attempt, owner, part = place
+        return ("part", step, attempt, owner, part, owner) in self.partial
 
     def put_away(self, data: Piece) -> Piece:
         """Bytes that will be read a few times at most: as they are, or from the shelf."""
@@ -512,6 +549,11 @@ class Peer:
         """The state that I am at was another: what was computed from it is not what others compute."""
         self.gradients.clear()
         self.own = {step: own for step, own in self.own.items() if step < self.view.step}
+
+    def forget_later(self, step: int) -> None:
+        """The update of this step was undone: what was computed from the state after it is of no use any more."""
+        _drop(self.own, [later for later in self.own if later > step])
+        _drop(self.gradients, [place for place in self.gradients if place[0] > step])
 
     def get_path(self, place: tuple[int, int, bytes, int]) -> m.Path:
         step, attempt, owner, part = place

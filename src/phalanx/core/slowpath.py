@@ -9,12 +9,14 @@ into the exchange, and name at ``j + 1`` only a root that follows from what they
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from phalanx.core.codec import encode
 from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.messages import Alarm, Phase, Relay, Signed, SlotOutcome, Timeout
+from phalanx.core.messages import Alarm, Phase, Relay, Settlement, Signed, SlotOutcome, Timeout
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 
 SEALING = (Phase.SEAL, Phase.ABORT)
@@ -73,6 +75,10 @@ def compute_item_digest(letters: Iterable[Letter]) -> bytes:
     return compute_digest("item", *(letter.digest for letter in letters))
 
 
+def compute_settlement_digest(settlement: Settlement) -> bytes:
+    return compute_digest("settlement", encode(settlement))
+
+
 def weigh_messages(messages: Iterable[Signed]) -> int:
     """About as many bytes as these messages have, on the wire or in memory."""
     return sum(_SIGNED_BYTES + len(message.body) for message in messages)
@@ -87,11 +93,12 @@ def weigh_items(items: Iterable[Relay]) -> int:
 
 @dataclass(slots=True)
 class Seen:
-    """What a slow path brought: letters of both heights, and timeouts."""
+    """What a slow path brought: letters of both heights, and who asks to be let in."""
 
     here: Page = field(default_factory=Page)
     next: Page = field(default_factory=Page)
-    timeouts: dict[bytes, list[Letter]] = field(default_factory=dict)
+    joins: dict[bytes, Letter] = field(default_factory=dict)
+    """Requests of suspended members that are there and hold the state."""
     supports: dict[bytes, Values] = field(default_factory=dict)
     """What members put in for this height, by its root: whoever has named a root has put in what it follows from."""
 
@@ -102,7 +109,8 @@ class Resolution:
 
     banned: frozenset[bytes]
     removed: frozenset[bytes]
-    late: frozenset[bytes]
+    coming: frozenset[bytes]
+    """Suspended members that come in, where too few would be left without them."""
     root: bytes
     """Of the height before."""
     values: Values | None
@@ -110,34 +118,31 @@ class Resolution:
     stands: bool
     """The step that was being closed stands on ``values``."""
     slots: tuple[SlotOutcome, ...]
+    reasons: dict[bytes, str]
+    """Why each goes that is removed."""
 
     @property
     def out(self) -> frozenset[bytes]:
         return self.banned | self.removed
 
 
+Choose: TypeAlias = Callable[[frozenset[bytes], frozenset[bytes], bool], frozenset[bytes] | None]
+"""Given who is banned, who is to be removed and whether the step stands: who comes in; None if too few are left."""
+
+
 def resolve(
     height: int,
     roster: Sequence[bytes],
     bound: int,
-    strikes: Mapping[bytes, int],
-    limit: int,
-    most: int,
     seen: Seen,
+    choose: Choose,
     successor: bytes | None = None,
 ) -> Resolution | None:
-    """The one conclusion from what was seen; None if it allows none (then ``delta`` did not hold)."""
+    """The one conclusion from what was seen; None if it allows none, and the members wait."""
     here, beyond = seen.here, seen.next
     double = {key for key in roster if key in here.seconds}
     banned = double | {key for key in roster if key in beyond.seconds}
     missing = {key for key in roster if key not in here.letters}
-    named = Counter(
-        key
-        for timeouts in seen.timeouts.values()
-        if len(timeouts) == 1  # of somebody who signed several, each member may have seen other ones
-        for key in (timeouts[0].body.missing if isinstance(timeouts[0].body, Timeout) else ())
-    )
-    late = {key for key in roster if named[key] > bound and key not in missing}
 
     # The height before is settled: one root has an honest member behind it.
     roots = Counter(here.letters[key].message.previous for key in roster if key not in missing | double)
@@ -166,9 +171,13 @@ def resolve(
         denied = {key for key, letter in said.items() if letter.message.previous != name}
         unsupported = denied if successor is None else set()
         closing = _is_closing(said, name, bound)
-    if len(missing | stray | unsupported) > most:
-        return None  # more than can be Byzantine or out
-    removed = (missing | stray | unsupported | {key for key in late if strikes.get(key, 0) + 1 >= limit}) - banned
+    reasons = dict.fromkeys(sorted(unsupported - banned), "named what nobody could have seen")
+    reasons |= dict.fromkeys(sorted(stray - banned), "follows another history")
+    reasons |= dict.fromkeys(sorted(missing - banned), "silent")
+    removed = frozenset(reasons)
+    coming = choose(frozenset(banned), removed, closing)
+    if coming is None:
+        return None
     slots = tuple(
         SlotOutcome(place, key, _get_digest(page, key), key in page.seconds)
         for place, page in ((height, here), (height + 1, beyond))
@@ -176,7 +185,14 @@ def resolve(
         if place == height or key in page.letters
     )
     return Resolution(
-        frozenset(banned), frozenset(removed), frozenset(late - removed - banned), root, values, closing, slots
+        frozenset(banned),
+        removed,
+        coming,
+        root,
+        values,
+        closing,
+        slots,
+        reasons,
     )
 
 

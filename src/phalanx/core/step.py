@@ -27,7 +27,7 @@ from phalanx.core.checking import (
     make_charge,
     read_aggregates,
 )
-from phalanx.core.conclusion import abort, conclude, confirm, find_vote_time, make_confirm, settle_view
+from phalanx.core.conclusion import abort, conclude, confirm, find_vote_time, make_confirm, settle_view, wait
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_commitment, compute_digest
 from phalanx.core.effects import (
@@ -54,14 +54,15 @@ from phalanx.core.justice import (
     find_offenders,
     find_requests,
     find_served,
+    is_stuck,
     make_closing_agenda,
 )
-from phalanx.core.membership import View, compute_batch_seed, find_last, foresee_duties
+from phalanx.core.membership import View, compute_batch_seed, foresee_duties, is_enough
 from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.opening import fetch_opened, find_opening_time, open_parts
 from phalanx.core.partition import join_parts, split_parts
-from phalanx.core.peer import Own, Peer
+from phalanx.core.peer import SOON, Own, Peer
 from phalanx.core.transcript import Transcript, Values
 from phalanx.core.verification import ACCUSER_MARGIN, compute_column, is_same_report, projection_seeds, read_stack
 
@@ -81,7 +82,7 @@ def run_attempt(peer: Peer) -> Story:
     yield from find_way_back(peer)
     yield from keep_silent_without_parts(peer, own)
     offenders = find_offenders(config, transcript, Phase.COMMIT)
-    if offenders.ends_attempt:
+    if offenders.ends_attempt and not is_stuck(config, view, offenders):
         return (yield from abort(peer, offenders))
 
     # Scatter, AGGREGATE, gather: part j goes to member j, who returns the clipped mean.
@@ -91,15 +92,19 @@ def run_attempt(peer: Peer) -> Story:
     yield from agree(peer, Phase.AGGREGATE, aggregate, work=patience)
     transcript.served = find_served(transcript)
     offenders = find_offenders(config, transcript, Phase.AGGREGATE)
-    if not offenders.banned and find_requests(transcript):
-        unopened = yield from open_parts(peer, own, find_requests(transcript))
-        yield from fetch_opened(peer, find_requests(transcript))
+    requests = find_requests(transcript)
+    while not offenders.banned and requests:
+        unopened = yield from open_parts(peer, own, requests)
+        yield from fetch_opened(peer, requests)
         aggregate = yield from aggregate_part(peer, 0)
         aggregate = msgspec.structs.replace(aggregate, unopened=unopened, trials=())
         yield from agree(peer, Phase.AGGREGATE_AGAIN, aggregate, work=find_opening_time(config, 2))
         offenders = find_offenders(config, transcript, Phase.AGGREGATE_AGAIN)
         if not offenders.banned:
             offenders = decide_openings(config, transcript)
+        if not is_stuck(config, view, offenders):
+            break
+        yield from wait(peer, offenders.removed)
     if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
 
@@ -122,19 +127,26 @@ def run_attempt(peer: Peer) -> Story:
     offenders = find_offenders(config, transcript, Phase.REPORT)
     if not offenders.banned:
         offenders = decide_aggregates(transcript)
-    if not offenders.ends_attempt and is_lacking(transcript):
+    stuck = is_stuck(config, view, offenders)
+    while stuck or (not offenders.ends_attempt and is_lacking(transcript)):
+        if stuck:
+            yield from wait(peer, offenders.removed)
         yield from gather(peer, patience)
         report = yield from make_report(peer, own, findings)
         yield from agree(peer, Phase.REPORT_AGAIN, report, work=patience)
         offenders = find_offenders(config, transcript, Phase.REPORT_AGAIN)
         if not offenders.banned:
             offenders = decide_reports(transcript)
+        stuck = is_stuck(config, view, offenders)
+        if not stuck:
+            break
     if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
 
     # CONFIRM: the new state, and what I hold against others.
     yield from apply_update(peer)
     state = (yield HashState(view.step + 1)) if peer.applied else UNKNOWN
+    yield from recover_rows(peer, patience)
     accusations += check_reports(peer)
     yield from confirm(peer, make_confirm(peer, state, accusations, blind=not can_check_reports(peer)))
     offenders = find_offenders(config, transcript, Phase.CONFIRM)
@@ -170,7 +182,7 @@ def prepare_parts(peer: Peer) -> Story:
     view = peer.view
     seed = compute_batch_seed(peer.config, view.randomness, view.step, peer.key)
     own = peer.own.get(view.step)
-    if own is None or own.seed != seed:  # what was made from a state that was undone since is no longer of use
+    if own is None or own.seed != seed:
         own = peer.own[view.step] = Own(seed)
     on_trial = peer.is_on_trial_in(view.step)
     if not peer.contributes and not on_trial:
@@ -241,16 +253,21 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
     wanted, looked = [place for place in places if not peer.has_part(place)], peer.arrivals
     ask_at = peer.entered + patience / 2  # what was lost on the way, or with my memory, is sent again
+    soon = math.inf
     while wanted:
         if looked != peer.arrivals:
             looked = peer.arrivals
             wanted = [place for place in wanted if place not in peer.parts or not peer.has_part(place)]
         if not wanted or peer.time >= peer.entered + patience:
             break
+        if soon == math.inf and len(wanted) <= view.bound:  # the others are here: these are late
+            soon = peer.time + peer.config.delta / SOON
+            ask_at = min(ask_at, soon)
         if peer.time >= ask_at:
-            ask_at = math.inf
+            ask_at = peer.entered + patience / 2 if peer.time < peer.entered + patience / 2 else math.inf
             for lost in wanted:
-                yield from ask_part(peer, lost, (lost[2],))
+                if ask_at == math.inf or not peer.is_coming(lost):
+                    yield from ask_part(peer, lost, (lost[2],))
         yield from peer.listen(min(ask_at, peer.entered + patience))
     trials = tuple(list_trials(peer))
     if wanted:
@@ -350,7 +367,7 @@ def gather(peer: Peer, patience: float) -> Story:
     in_time = peer.member or peer.key in transcript.served
     yield from ask_early(peer)
     if in_time and not is_here():  # what is under way should not be asked for
-        soon = min(until, peer.time + peer.config.delta)
+        soon = min(until, peer.time + 2 * peer.config.delta / SOON)
         while peer.time < soon and not is_here():
             yield from peer.listen(soon)
         if peer.on_trial:
@@ -374,17 +391,17 @@ def check_targets(peer: Peer) -> Story:
     view = peer.view
     findings: dict[bytes, Verdict] = {}
     accusations: list[m.Accusation] = []
-    for check in peer.duties.checks:
-        if check.checker != peer.key or check.target in findings or check.target in view.banned:
+    for check in dict.fromkeys(peer.duties.checks):
+        if check.checker != peer.key or check.target in view.banned:
             continue
-        last = find_last(view, check.step)
-        transcript = peer.transcripts.get((last.step, last.attempt)) if last is not None else None
+        transcript = peer.transcripts.get((check.step, check.attempt))
         if transcript is None:
             continue
         yield from fetch_trial(peer, transcript, check.target)
         verdict, wrong = yield from check_commit(peer, transcript, check.target, accusing=True)
         guilty = verdict is Verdict.GUILTY
-        findings[check.target] = Verdict.GUILTY if wrong else verdict
+        if findings.get(check.target) is not Verdict.GUILTY:
+            findings[check.target] = Verdict.GUILTY if wrong else verdict
         agreed = transcript.phases.get(Phase.COMMIT, {}).get(check.target)
         commit = agreed or peer.get_trial(transcript, check.target)
         if commit is not None and (guilty or wrong):
@@ -424,11 +441,13 @@ def find_next_gradients(peer: Peer) -> list[ComputeGradient]:
     randomness, step, found = transcript.randomness, peer.view.step + 1, []
     assert randomness is not None
     duties = foresee_duties(config, view, randomness, transcript.served)
+    randomness = view.drawn or randomness
     if (peer.key in duties.contributors or peer.is_on_trial_in(step)) and step < config.steps:
         found.append(ComputeGradient(step, compute_batch_seed(config, randomness, step, peer.key)))
     for check in duties.checks:
-        past = next((x.view for x in peer.transcripts.values() if x.view.step == check.step), None)
-        if check.checker == peer.key and past is not None:  # all attempts at a step have one randomness
+        epoch = peer.transcripts.get((check.step, check.attempt))
+        if check.checker == peer.key and epoch is not None:
+            past = epoch.view
             seed = compute_batch_seed(config, past.randomness, past.step, check.target)
             found.append(ComputeGradient(past.step, seed))
     return found
@@ -444,6 +463,24 @@ def apply_update(peer: Peer) -> Story:
     whole = join_parts([aggregate for aggregate in aggregates if aggregate is not None])
     yield Apply(peer.view.step, whole.to(torch.float32))
     peer.applied = True
+
+
+def recover_rows(peer: Peer, patience: float) -> Story:
+    """Get the rows of my part again if they went with my memory; where the run cannot do without me, however long."""
+    if can_check_reports(peer):
+        return
+    view = peer.view
+    staying = {*view.roster} - {peer.key}
+    spared = is_enough(peer.config, view.attempts, staying, view.doubts)
+    places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
+
+    def ask() -> Iterable[Effect]:
+        for place in places:
+            if not peer.has_part(place):
+                yield from ask_part(peer, place, (place[2],))
+
+    until = peer.time + patience / 2 if spared else math.inf
+    yield from fetch(peer, lambda: can_check_reports(peer), ask, until)
 
 
 def can_check_reports(peer: Peer) -> bool:

@@ -24,6 +24,7 @@ from phalanx.events import (
     RunFinished,
     RunStarted,
     StepFinished,
+    Waiting,
     WentOn,
 )
 from phalanx.show.story import (
@@ -31,8 +32,10 @@ from phalanx.show.story import (
     describe_attack,
     describe_ban,
     describe_halt,
+    describe_margin,
     format_metric,
     format_peer,
+    format_peers,
     name_metric,
 )
 
@@ -73,6 +76,8 @@ class Track:
             words.append(f"{name_metric(self.started)} {self.metric}")
         if self.members is not None:
             words.append(f"{self.members} members")
+        if self.last is not None and self.last.margin is not None:
+            words.append(f"{max(self.last.margin, 0)} may be away")
         words.append(f"{len(self.banned)} banned")
         if self.halted:
             words.append("halted")
@@ -117,7 +122,9 @@ class Track:
             self.halted = False
             self.tell(f"step {event.step}: the run goes on")
         elif isinstance(event, MarginLost):
-            self.tell(f"step {event.step}: too few members for all validators, {event.missing} missing", "yellow")
+            self.tell(f"step {event.step}: {describe_margin(event)}", "yellow")
+        elif isinstance(event, Waiting):
+            self.tell(f"step {event.step}: waiting for {format_peers(event.silent)}", "yellow")
         elif isinstance(event, Resumed):
             self.done = event.step
             self.tell(f"resumed at step {event.step}")

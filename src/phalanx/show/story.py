@@ -14,6 +14,7 @@ from phalanx.events import (
     Halted,
     Joined,
     Left,
+    MarginLost,
     Removed,
     Resumed,
     RunFinished,
@@ -177,7 +178,15 @@ def describe_halt(halt: Halted) -> str:
     if len(halt.silent) <= halt.allowed:
         return "messages took longer than delta"
     silent = format_peers(halt.silent)
-    return f"more members are silent ({silent}) than byzantine + outages and the quorum allow ({halt.allowed})"
+    return f"more members are silent ({silent}) than the roster can spare ({halt.allowed})"
+
+
+def describe_margin(event: MarginLost) -> str:
+    """How close the run is to waiting."""
+    if event.margin is None:
+        return f"too few members for all validators, {event.missing} missing"
+    many = {0: "no member may fall silent any more", 1: "one more member may fall silent"}
+    return f"{many.get(event.margin, f'{event.margin} more members may fall silent')}, then the run waits"
 
 
 def describe_attack(started: RunStarted) -> str:

@@ -25,7 +25,7 @@ from phalanx.core.errors import LocalError
 from phalanx.core.events import RunFinished
 from phalanx.core.membership import View
 from phalanx.network.simulated import Links, Skew, StoryFailed
-from phalanx.simulation.checkers import Checkers, Removals, Violation
+from phalanx.simulation.checkers import Checkers, Removals, Violation, can_go_on
 from phalanx.simulation.swarm import Setup, Swarm
 
 _SIZES = (4, 4, 4, 5, 5, 5, 7, 7, 7, 10, 16)
@@ -56,6 +56,8 @@ class Scenario:
     links: dict[str, Any]
     skews: dict[int, tuple[float, float]]
     faults: tuple[Fault, ...]
+    away: int
+    """How many honest peers may be out at the same time."""
     compute_time: float
     rounding: float
     ideal: bool
@@ -80,17 +82,16 @@ def draw_scenario(seed: int, peers: int | None = None, steps: int | None = None,
     if length < 1:
         raise LocalError(f"steps: expected at least 1, got {length}")
     crashes, splits, leaves, joins = (draw() < 0.5 for _ in range(4))
-    m, c, b = _draw_numbers(random, n, crashes or leaves)
+    m, c, b = _draw_numbers(seed, random, n, crashes or leaves)
     fewer = draw() < 0.5
     attackers = b if not fewer else int(draw() * (b + 1))
     if attack is not None:
         attackers = max(attackers, min(b, 1))
     splits = splits and draw() < 0.4
     safe = 3 * b < n and draw() < 0.3
-    safe = safe and 3 * b + c < n  # or a roster without those who are out has no quorum
     minority = c if attackers else n // 2  # attackers and a split: no more are cut off than may be out
     splits = splits and minority > 0 and (safe or not attackers)
-    settings = _draw_settings(seed, random, n, b, m, c, length, safe)
+    settings = _draw_settings(seed, random, n, b, m, length, safe)
     joiners = random.choice((1, 1, 2)) if joins else 0
     chosen = random.sample(range(n), attackers)
     if joiners and attackers and draw() < 0.4:  # a Sybil takes the place of a founder
@@ -117,6 +118,7 @@ def draw_scenario(seed: int, peers: int | None = None, steps: int | None = None,
         links=links,
         skews=_draw_skews(random, n + joiners),
         faults=tuple(sorted(faults, key=lambda fault: (fault.step, fault.delay))),
+        away=c,
         compute_time=compute_time,
         rounding=1e-6 if settings.get("tolerance") is not None else 0.0,
         ideal=draw() >= 0.05,
@@ -125,19 +127,22 @@ def draw_scenario(seed: int, peers: int | None = None, steps: int | None = None,
     )
 
 
-def _draw_numbers(random: Random, n: int, outages: bool) -> tuple[int, int, int]:
-    """Validators, outages, and how many Byzantine members they leave room for."""
+def _draw_numbers(seed: int, random: Random, n: int, outages: bool) -> tuple[int, int, int]:
+    """Validators, how many honest peers may be out, and how many Byzantine members there may be.
+
+    Where attackers are a third or more, one that falls silent may halt the run: in most runs there are fewer.
+    """
     m = 2 if n >= 5 and random.random() < 0.3 else 1
     c = 0
     if outages and n - 1 - m >= 1:
         c = 2 if n >= 7 and random.random() < 0.3 else 1
-    b = max(0, (n - 1 - m - c) // 2)
+    b = max(0, (n - 1 - m - c) // (3 if Random(f"{seed} share").random() < 0.6 else 2))
     if random.random() < 0.3:
         b = int(random.random() * (b + 1))
     return m, c, b
 
 
-def _draw_settings(seed: int, random: Random, n: int, b: int, m: int, c: int, steps: int, safe: bool) -> dict[str, Any]:
+def _draw_settings(seed: int, random: Random, n: int, b: int, m: int, steps: int, safe: bool) -> dict[str, Any]:
     draw = random.random
     tau: float | AutomaticTau = random.choice((0.5, 1.0, 4.0))
     if draw() < 0.4:
@@ -147,7 +152,6 @@ def _draw_settings(seed: int, random: Random, n: int, b: int, m: int, c: int, st
     return {
         "byzantine": b,
         "validators": m,
-        "outages": c,
         "size": random.choice((64, 64, 100, 256)),
         "steps": steps,
         "wire": random.choice(("float32", "float32", "bfloat16", "float16")),
@@ -320,8 +324,13 @@ def _compute_retry(scenario: Scenario) -> float:
 
 
 def check_progress(scenario: Scenario, swarm: Swarm, watch: Checkers, over: bool) -> None:
-    """Liveness: once the faults are over, every honest peer that is up comes to the end."""
+    """Liveness: once the faults are over, every honest peer that is up comes to the end, or attackers hold it up.
+
+    They can where the honest peers are too few without them: then the run waits.
+    """
     if over and watch.step >= scenario.settings["steps"]:
+        return
+    if watch.latest is not None and not can_go_on(swarm, watch.latest):
         return
     behind = []
     for key in swarm.honest:
@@ -386,7 +395,7 @@ class _Director:
 
     def crash(self, fault: Fault) -> None:
         swarm, key = self.swarm, self.swarm.keys[fault.peers[0]]
-        if self.is_split or not swarm.is_up(key) or self.count_out((key,)) > swarm.config.outages:
+        if self.is_split or not swarm.is_up(key) or self.count_out((key,)) > self.scenario.away:
             return
         self.restarting += 1
         swarm.crash(key, fault.lost)
@@ -399,7 +408,7 @@ class _Director:
 
     def leave(self, fault: Fault) -> None:
         key = self.swarm.keys[fault.peers[0]]
-        if not self.is_split and self.swarm.is_up(key) and self.count_out((key,)) <= self.swarm.config.outages:
+        if not self.is_split and self.swarm.is_up(key) and self.count_out((key,)) <= self.scenario.away:
             self.swarm.leave(key)
 
     def join(self, fault: Fault) -> None:
@@ -409,7 +418,7 @@ class _Director:
         """Cut some honest peers off; attackers talk to both sides."""
         swarm = self.swarm
         few = {swarm.keys[index] for index in fault.peers}
-        if self.is_split or (swarm.byzantine and self.count_out(tuple(few)) > swarm.config.outages):
+        if self.is_split or (swarm.byzantine and self.count_out(tuple(few)) > self.scenario.away):
             return
         self.is_split = True
         self.restarting += 1

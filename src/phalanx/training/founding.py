@@ -59,7 +59,6 @@ def make_network_manifest(
     *,
     byzantine: int = 0,
     validators: int = 1,
-    outages: int = 0,
     steps: int | None = None,
     seed: int = 0,
     batch: int | None = None,
@@ -86,7 +85,7 @@ def make_network_manifest(
         parse_peer_id(text)
     for name, value in {"steps": steps, "batch": batch, "threads": threads, "admissions": admissions}.items():
         require_whole(name, value)
-    for name, value in {"byzantine": byzantine, "outages": outages, "newcomer_probation": newcomer_probation}.items():
+    for name, value in {"byzantine": byzantine, "newcomer_probation": newcomer_probation}.items():
         require_whole(name, value, 0)
     times = {"delta": delta, "gradient_time": gradient_time, "transfer_time": transfer_time}
     for name, number in {**times, "bandwidth": bandwidth, "clip": clip}.items():
@@ -105,7 +104,6 @@ def make_network_manifest(
         *(gradients, task, peers, seed),
         byzantine=byzantine,
         validators=validators,
-        outages=outages,
         steps=steps,
         options=options,
         optimizer=optimizer,
@@ -261,8 +259,8 @@ def compute_code_digest(task: str) -> str | None:
 
 _COMMENTS = {
     "[task]": "What is trained. A peer whose data or code differs is told so before it starts.",
-    "[run]": "The swarm: at most `byzantine` members may do anything; `validators` check others in each step;\n"
-    "# up to `outages` honest members may be away at the same time. validators + outages <= peers - 2 byzantine - 1.",
+    "[run]": "The swarm: at most `byzantine` members may do anything; `validators` check others in each step.\n"
+    "# The run goes on while 2 byzantine + 1 + validators of its members can be reached, and waits below.",
     "[clipping]": "CenteredClip. Without `tau` it follows the agreed scale of gradients between floor and ceiling.",
     "[network]": "Founders by their peer ids (phalanx keygen prints them). Times are in seconds.",
     "delta": "within this a message between honest peers arrives: generous, since removals rest on it",

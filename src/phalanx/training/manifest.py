@@ -39,7 +39,6 @@ class RunSection(_Section, frozen=True, kw_only=True):
     peers: int
     byzantine: int
     validators: int
-    outages: int = 0
     steps: int
     seed: int
     wire: str = "float32"
@@ -117,7 +116,6 @@ class Plan(_Section, frozen=True, kw_only=True):
             founders=founders,
             byzantine=self.run.byzantine,
             validators=self.run.validators,
-            outages=self.run.outages,
             size=size,
             steps=self.run.steps,
             wire=self.run.wire,

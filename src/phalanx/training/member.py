@@ -25,7 +25,7 @@ from phalanx.core.envelope import Examiner
 from phalanx.core.errors import LocalError
 from phalanx.core.justice import LEFT, find_leaving
 from phalanx.core.life import make_peer, run_made_peer
-from phalanx.core.membership import View, compute_batch_seed, compute_quorum, encode_view
+from phalanx.core.membership import View, compute_batch_seed, compute_margin, compute_quorum, encode_view
 from phalanx.core.memory import Link, Memory, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase, PullChain
 from phalanx.core.peer import Peer
@@ -113,7 +113,7 @@ def make_halted(note: notes.Halted, peer: Peer, places: Mapping[bytes, int]) -> 
         step=note.step,
         silent=[places[key] for key in silent],
         keys=[key.hex() for key in silent],
-        allowed=min(view.bound + config.outages, len(view.roster) - compute_quorum(config, view)),
+        allowed=max(0, min(compute_margin(config, view), len(view.roster) - compute_quorum(config, view))),
     )
 
 
@@ -339,8 +339,12 @@ class Member:
                 self._recorder.add(events.SlowPathOpened(event.step, event.phase.name))
             case notes.Halted() if self._is_news("halted", event.height):
                 self._tell_halted(event)
-            case notes.MarginLost() if self._is_news("margin", event.missing):
-                self._recorder.add(events.MarginLost(event.step, event.missing))
+            case notes.Waiting() if self._is_news("waiting", event.height):
+                silent = [key for key in event.missing if key in self._index]
+                places = [self._index[key] for key in silent]
+                self._recorder.add(events.Waiting(event.step, places, [key.hex() for key in silent]))
+            case notes.MarginLost() if self._is_news("margin", event.step, event.margin):
+                self._recorder.add(events.MarginLost(event.step, self._peer.duties.margin, event.margin))
             case notes.Left():
                 self._driver.stop()
             case notes.RunFinished():
@@ -359,7 +363,8 @@ class Member:
             self._tell_joined(view)
         self._view = view
         self._told.add(("met",))
-        known = {*view.roster, *self._view.roster, *(c.key for c in view.candidates)}
+        absent = (member.key for member in view.suspended)
+        known = {*view.roster, *self._view.roster, *absent, *(c.key for c in view.candidates)}
         self._transport.set_circle(frozenset(known - {self._key}), frozenset(view.banned))
         if self._key in view.banned:
             self._banned = True
@@ -410,11 +415,12 @@ class Member:
                 bytes_sent=sent - self._sent,
                 seconds=now - self._began,
                 state=view.state.hex(),
+                margin=compute_margin(self._config, view),
             )
         )
         self._sent, self._began = sent, now
-        if self._leaving and last is not None and set(last.roster) <= find_leaving(epochs[-1]):
-            self._left = True  # all go at once: nobody is let go, and all can come back
+        if self._leaving and epochs and self._key in view.roster and self._key in find_leaving(epochs[-1]):
+            self._left = True  # too few would stay: the others wait for me, and I can come back
             self._driver.stop()
         if not self._solo.has_state(view.step, view.state):  # it has to be fetched first
             return

@@ -21,7 +21,7 @@ from phalanx.core.envelope import Verify
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.justice import LEFT
 from phalanx.core.life import make_peer, run_made_peer
-from phalanx.core.membership import View, compute_batch_seed, encode_view
+from phalanx.core.membership import View, compute_batch_seed, compute_margin, encode_view
 from phalanx.core.memory import Epoch, Memory, Notes, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase
 from phalanx.core.peer import Peer
@@ -148,8 +148,11 @@ class SwarmRun:
                 self._recorder.add(left if event.reason == LEFT else gone)
             case notes.SlowPath() if self._is_news("slow path", event.height):
                 self._recorder.add(events.SlowPathOpened(event.step, event.phase.name))
-            case notes.MarginLost() if self._is_news("margin", event.missing):
-                self._recorder.add(events.MarginLost(event.step, event.missing))
+            case notes.Waiting() if self._is_news("waiting", event.height):
+                silent = [self._index[member] for member in event.missing]
+                self._recorder.add(events.Waiting(event.step, silent, [member.hex() for member in event.missing]))
+            case notes.MarginLost() if self._is_news("margin", event.step, event.margin):
+                self._recorder.add(events.MarginLost(event.step, 0, event.margin))
             case notes.RunFinished():
                 self._end(key, event.view)
 
@@ -180,6 +183,7 @@ class SwarmRun:
                 bytes_sent=sent - self._sent,
                 seconds=now - self._seconds,
                 state=view.state.hex(),
+                margin=compute_margin(self._config, view),
             )
         )
         self._sent, self._seconds = sent, now

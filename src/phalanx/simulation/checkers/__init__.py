@@ -10,6 +10,7 @@ from phalanx.simulation.checkers.agreement import Agreement, OneCertificate, One
 from phalanx.simulation.checkers.base import Checker, Checkers, Violation
 from phalanx.simulation.checkers.draws import Draws, Endings, Places
 from phalanx.simulation.checkers.evidence import Evidence, verify_ban
+from phalanx.simulation.checkers.floor import Floor, Returns, can_go_on
 from phalanx.simulation.checkers.punishment import Exile, Innocence, Probation, Removals
 from phalanx.simulation.checkers.state import Aggregates, Memory, States
 from phalanx.simulation.checkers.verdicts import Accusers, Bounds, Disputes, Justice
@@ -27,6 +28,7 @@ __all__ = [
     "Endings",
     "Evidence",
     "Exile",
+    "Floor",
     "Innocence",
     "Justice",
     "Memory",
@@ -35,8 +37,10 @@ __all__ = [
     "Places",
     "Probation",
     "Removals",
+    "Returns",
     "States",
     "Violation",
+    "can_go_on",
     "verify_ban",
 ]
 
@@ -55,6 +59,8 @@ ALL: tuple[type[Checker], ...] = (
     Justice,
     Accusers,
     Bounds,
+    Floor,
+    Returns,
     Disputes,
     Draws,
     Endings,

@@ -40,7 +40,7 @@ class Draws(Checker):
                     drawn = draw_targets(transcript.randomness, contributors, self.config.validators)
                     self.drawn.setdefault(at, set()).update(drawn)
         if view.step == before.step + 1:
-            lost = self.drawn.get(before.step, set()) - set(view.targets)
+            lost = self.drawn.get(before.step, set()) - {target.key for target in view.targets} - {*view.banned}
             if lost and view.attempts:
                 self.report(view.step, f"{', '.join(map(name, lost))} drawn, and not to be checked")
             self._check_tau(before, view)

@@ -92,6 +92,7 @@ class Exile(Checker):
         duties = compute_duties(self.config, view)
         places = {
             "roster": view.roster,
+            "suspended": [member.key for member in view.suspended],
             "candidates": [candidate.key for candidate in view.candidates],
             "validators": duties.validators,
             "contributors": duties.contributors,
@@ -118,6 +119,8 @@ class Probation(Checker):
         for who in set(view.roster) - set(before.roster):
             candidate = served.get(who)
             gap = view.step - before.step
+            if any(member.key == who for member in before.suspended):
+                continue
             if gap <= 1 and (candidate is None or candidate.served + gap < candidate.term):
                 self.report(view.step, f"{name(who)} became a member before it had served its term")
 

@@ -32,6 +32,7 @@ from phalanx.core.verification import (
 )
 from phalanx.core.wire import WIRE_TYPES, Piece
 from phalanx.simulation.checkers.base import Checker, Checkers, name
+from phalanx.simulation.checkers.floor import can_go_on
 from phalanx.simulation.checkers.punishment import _find_transcript
 
 
@@ -255,14 +256,12 @@ class Bounds(Checker):
         there = sum(who in self.swarm.byzantine for who in view.roster)
         if there > view.bound:
             self.report(view.step, f"{there} Byzantine members, and a bound of {view.bound}")
-        if there > view.within:
-            self.report(view.step, f"{there} Byzantine members, where {view.within} may be")
-        least = max((len(view.roster) - 1) // 2, view.within)
-        if view.bound != min(self.swarm.config.byzantine, view.doubts, least):
-            self.report(view.step, f"a bound of {view.bound}, where {view.doubts} may be Byzantine, {view.within} here")
+        if view.bound != min(self.swarm.config.byzantine, view.doubts):
+            self.report(view.step, f"a bound of {view.bound}, where {view.doubts} may be Byzantine")
         if before is not None and (view.step, view.attempt) != (before.step, before.attempt):
             fresh = sum(who in before.roster for who in set(view.banned) - set(before.banned))
-            new = len(set(view.roster) - set(before.roster))
+            known = {*before.roster, *(member.key for member in before.suspended)}
+            new = len(set(view.roster) - known)
             if view.doubts > max(0, before.doubts - fresh) + new:
                 self.report(
                     view.step, f"{fresh} members were banned, and doubts went from {before.doubts} to {view.doubts}"
@@ -291,9 +290,12 @@ class Disputes(Checker):
         if isinstance(event, SlowPath) and quiet:
             self.seen.add((event.step, event.attempt, event.height))
             setup, latest = self.swarm.setup, self.all.latest
-            removed = sum(count.count for count in latest.absences) if latest is not None else 0
+            removed = sum(record.count for record in latest.absences) if latest is not None else 0
             limit = 2 * self.config.strikes * (len(setup.attackers) + setup.joiners + removed + 2)
             if len(self.seen) > limit:
                 self.report(event.step, f"{len(self.seen)} slow paths")
-        elif isinstance(event, Halted) and quiet:
+        elif isinstance(event, Halted) and quiet and self._can_go_on():
             self.report(event.step, f"{name(key)} halted at height {event.height}, and delta holds")
+
+    def _can_go_on(self) -> bool:
+        return self.all.latest is None or can_go_on(self.swarm, self.all.latest)
