@@ -164,71 +164,71 @@ def test_the_pace_falls_at_once_and_grows_slowly() -> None:
 
 def test_who_is_late_to_all_is_charged_whatever_it_says() -> None:
     timings = [say(7, {6: 900}, {6: 950}) for _ in range(6)] + [say(7)]
-    found = judge(read_timings(timings, 2), 2, PACE, (), ())
+    found = judge(read_timings(timings, 2), PACE, (), ())
     assert (found.charges, found.rifts) == ({6: 900}, frozenset())
 
 
 def test_a_victim_is_not_charged_and_stands_apart_from_whom_it_names() -> None:
     timings = [say(7, {0: 300}, {0: 350}) for _ in range(7)]
     timings[0] = say(7, {6: 280}, {6: 400})
-    found = judge(read_timings(timings, 2), 2, PACE, (), ())
+    found = judge(read_timings(timings, 2), PACE, (), ())
     assert (found.charges, found.rifts) == ({}, frozenset({(0, 6)}))
 
 
 def test_nobody_is_excused_across_a_rift() -> None:
     timings = [say(7, {0: 300}, {0: 350}) for _ in range(7)]
     timings[0] = say(7, {6: 280}, {6: 400})
-    assert judge(read_timings(timings, 2), 2, PACE, {(0, 6)}, ()).charges == {0: 300}
+    assert judge(read_timings(timings, 2), PACE, {(0, 6)}, ()).charges == {0: 300}
 
 
 def test_what_all_waited_for_is_no_excuse() -> None:
     timings = [say(7, {0: 300}, {0: 350, 6: 400}) for _ in range(7)]
     timings[0] = say(7, None, {6: 420})
-    assert judge(read_timings(timings, 2), 2, PACE, (), ()).charges == {0: 300}
+    assert judge(read_timings(timings, 2), PACE, (), ()).charges == {0: 300}
 
 
 def test_a_wait_that_may_be_chance_is_no_excuse() -> None:
     timings = [say(7, {0: 300}) for _ in range(7)]
     timings[0] = say(7, None, dict.fromkeys(range(1, 7), HOP))
-    assert judge(read_timings(timings, 2), 2, PACE, (), ()).charges == {0: 300}
+    assert judge(read_timings(timings, 2), PACE, (), ()).charges == {0: 300}
 
 
 def test_an_excuse_is_limited() -> None:
     timings = [say(7, {0: 50_000}) for _ in range(7)]
     timings[0] = say(7, None, {1: 50_000})
-    assert judge(read_timings(timings, 2), 2, PACE, (), ()).charges == {0: 46_000}
+    assert judge(read_timings(timings, 2), PACE, (), ()).charges == {0: 46_000}
 
 
 def test_who_is_late_to_others_too_needs_no_rift() -> None:
     timings = [say(7, {0: 300, 6: 500}, {6: 100}) for _ in range(7)]
     timings[0] = say(7, {6: 500}, {6: 600})
-    found = judge(read_timings(timings, 2), 2, PACE, (), ())
+    found = judge(read_timings(timings, 2), PACE, (), ())
     assert (found.charges, found.rifts) == ({6: 500}, frozenset())
 
 
 def test_only_as_many_rifts_as_an_excuse_needs() -> None:
     timings = [say(7, {0: 300}) for _ in range(7)]
     timings[0] = say(7, None, {1: 200, 2: 400, 3: 90})
-    assert judge(read_timings(timings, 2), 2, PACE, (), ()).rifts == {(0, 2)}
+    assert judge(read_timings(timings, 2), PACE, (), ()).rifts == {(0, 2)}
 
 
 def test_a_claim_makes_a_rift_and_across_one_it_costs_the_namer() -> None:
     timings = [msgspec.structs.replace(say(7), rounds=250) for _ in range(7)]
     reading = read_timings(timings, 2)
-    first = judge(reading, 2, PACE, (), {(5, 1)})
+    first = judge(reading, PACE, (), {(5, 1)})
     assert (first.charges, first.rifts) == ({}, frozenset({(1, 5)}))
-    assert judge(reading, 2, PACE, first.rifts, {(5, 1)}).charges == {5: 250}
+    assert judge(reading, PACE, first.rifts, {(5, 1)}).charges == {5: 250}
 
 
 def test_a_claim_against_who_was_late_costs_that_one_and_never_more_than_a_step() -> None:
     timings = [msgspec.structs.replace(say(7, {1: 500}), rounds=40_000) for _ in range(7)]
-    found = judge(read_timings(timings, 2), 2, PACE, (), {(5, 1)})
+    found = judge(read_timings(timings, 2), PACE, (), {(5, 1)})
     assert (found.charges, found.rifts) == ({1: 500 + PACE}, frozenset())
 
 
 def test_who_misses_its_own_part_pays() -> None:
     timings = [msgspec.structs.replace(say(7), rounds=250) for _ in range(7)]
-    assert judge(read_timings(timings, 2), 2, PACE, (), {(5, 5)}).charges == {5: 250}
+    assert judge(read_timings(timings, 2), PACE, (), {(5, 5)}).charges == {5: 250}
 
 
 @given(st.data(), st.integers(1, 3))
@@ -242,7 +242,7 @@ def test_liars_alone_never_make_an_honest_member_pay(data: st.DataObject, bound:
         timings[liar] = msgspec.structs.replace(say(count, late, waits, data.draw(st.integers(0, 9**9))), rounds=9**9)
     pairs = st.tuples(st.integers(0, bound - 1), st.integers(0, count - 1))
     rifts = {make_pair(*pair) for pair in data.draw(st.sets(pairs))}
-    found = judge(read_timings(timings, bound), bound, PACE, rifts, data.draw(st.sets(pairs)))
+    found = judge(read_timings(timings, bound), PACE, rifts, data.draw(st.sets(pairs)))
     assert all(key < bound for key in found.charges)
     assert all(pair[0] < bound for pair in found.rifts)
 

@@ -221,7 +221,7 @@ class QuietComplaints(Attack):
         since = view.step - config.complaint_window
         recent = [x for x in view.complaints if x.step > since and insider.key in (x.namer, x.named)]
         counts = Counter(x.named if x.namer == insider.key else x.namer for x in recent)
-        new = len(counts) < view.bound + config.outages
+        new = len(counts) < view.bound
         for key in insider.duties.contributors:
             if key not in insider.plot.keys and counts[key] < config.complaints - 1 and (new or key in counts):
                 return key

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phalanx.core import messages as m
+from phalanx.core.clock import find_turn, note_letters
 from phalanx.core.codec import encode
 from phalanx.core.crypto import DIGEST_SIZE, Domain, compute_digest
 from phalanx.core.effects import Broadcast, Heard, KeepMessages, Note, Send, Sign, Story
@@ -29,7 +30,7 @@ from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath, Waiting
 from phalanx.core.membership import Changes, View, compute_quorum, compute_roster_digest, find_replacements
 from phalanx.core.messages import AgreedBody, Phase, Signed
-from phalanx.core.peer import SOON, Lost, Peer
+from phalanx.core.peer import Lost, Peer
 from phalanx.core.slowpath import (
     SEALING,
     Resolution,
@@ -79,7 +80,7 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
             yield from _ask_those_ahead(peer, height, asked, checked)
         if enough < peer.entered and len(page.letters) >= honest:
             enough = peer.time  # all honest messages may be here: what is missing is late, or kept back
-            pull_at = min(pull_at, peer.time + delta / SOON)
+            pull_at = min(pull_at, peer.time + find_turn(peer))
         if peer.time >= pull_at:
             early = enough >= peer.entered and peer.time < enough + delta
             yield from _pull(peer, height, work, checked, early)
@@ -107,6 +108,8 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
                 break
     values = {key: page.letters[key] for key in view.roster}
     transcript.record(height, phase, values)
+    if peer.member:
+        note_letters(peer, height, phase, page)
     if peer.member:  # whoever starts again knows what its next message rests on
         yield KeepMessages(height, Heard.MESSAGES, tuple([letter.message for letter in values.values()]))
     peer.level, peer.root, peer.entered = height, compute_values_root(view.roster, values), peer.time

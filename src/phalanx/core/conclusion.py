@@ -42,6 +42,7 @@ from phalanx.core.justice import (
 from phalanx.core.membership import View, compute_quorum, encode_view, is_another_electorate
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.opening import open_parts
+from phalanx.core.pace import Stopwatch
 from phalanx.core.peer import Own, Peer, compute_case_digest
 from phalanx.core.slowpath import Resolution
 from phalanx.core.transcript import Transcript
@@ -70,12 +71,15 @@ def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation], *, b
         joins.sort(key=lambda key: compute_digest("join", view.randomness, key))
     joins = sorted([*back, *joins[: m.MAX_CASES - len(back)]])
     late = tuple(sorted(key for key in peer.late if key in view.roster))
-    return m.Confirm(state, tuple(dict.fromkeys(digests))[: m.MAX_CASES], tuple(joins), late, peer.leaving, blind)
+    timing = peer.clock.watch.read(view.roster)
+    named = tuple(dict.fromkeys(digests))[: m.MAX_CASES]
+    return m.Confirm(state, named, tuple(joins), late, peer.leaving, blind, (), timing)
 
 
 def confirm(peer: Peer, body: m.Confirm, work: float = 0.0) -> Story:
     """CONFIRM. Whoever accuses must be able to show its evidence, also after a crash."""
     peer.late -= {*body.late}  # who is late from now on is in my next
+    peer.clock.watch = Stopwatch(hop=peer.clock.watch.hop)
     if peer.member and body.accusations:
         cases = tuple(peer.cases[digest] for digest in body.accusations)
         yield KeepMessages(peer.level + 1, Heard.CASES, cases)

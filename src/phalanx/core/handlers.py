@@ -45,12 +45,21 @@ def _may_send_bytes(peer: Peer, sender: bytes, kind: type) -> bool:
 
 
 def _on_part(peer: Peer, sender: bytes, message: m.PartChunk) -> Iterable[Effect]:
-    peer.store_part(sender, message)
+    is_news = peer.store_part(sender, message)
+    place = (message.step, message.attempt, message.owner, message.part)
+    if is_news and sender == message.owner in peer.bypass and place[:2] == (peer.view.step, peer.view.attempt):
+        to = peer.view.roster[message.part]
+        if to in peer.bypass[sender]:
+            return send_part(peer, (to,), place, peer.parts[place][0])
     return ()
 
 
 def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Iterable[Effect]:
-    peer.store_aggregate(sender, message)
+    is_news = peer.store_aggregate(sender, message)
+    place = (message.step, message.attempt, message.part)
+    here = is_news and place[:2] == (peer.view.step, peer.view.attempt)
+    if here and sender == peer.view.roster[message.part] and sender in peer.bypass:
+        return send_aggregate(tuple(peer.bypass[sender]), *place, peer.aggregates[place])
     return ()
 
 

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+import msgspec
+
 from phalanx.core import messages as m
 from phalanx.core.config import AutomaticTau, Config
 from phalanx.core.crypto import compute_commitment, compute_digest
@@ -20,6 +22,8 @@ from phalanx.core.membership import (
     Caught,
     Changes,
     Complaint,
+    Count,
+    Rift,
     Suspect,
     View,
     change_members,
@@ -36,6 +40,21 @@ from phalanx.core.membership import (
     retry_step,
 )
 from phalanx.core.messages import MAX_BALLOTS, Phase, Rule, Signed, Verdict
+from phalanx.core.pace import (
+    RIFT_STEPS,
+    Judgement,
+    find_deadline,
+    find_debtors,
+    find_estranged,
+    find_leak,
+    judge,
+    limit_stay,
+    make_pair,
+    move_pace,
+    read_timings,
+    settle_debts,
+    tell_debt,
+)
 from phalanx.core.partition import compute_part_sizes
 from phalanx.core.slowpath import Resolution
 from phalanx.core.transcript import Transcript
@@ -52,6 +71,7 @@ LEFT = "left"
 """The reason of a removal that the member itself asked for."""
 LATE = "late too often"
 _UNHEARD = "accused without evidence"
+_APART = "slow to more members than may be Byzantine, or they to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +83,15 @@ class Offence:
     reason: str
     evidence: tuple[Signed, ...]
     case: m.Accusation | m.Proof | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a step leaves of who costs whom time."""
+
+    step: int
+    debts: tuple[Count, ...]
+    rifts: tuple[Rift, ...]
 
 
 @dataclass(slots=True)
@@ -89,6 +118,10 @@ class Decision:
     """Members that were late to more others than can be Byzantine, or say so of more: a strike."""
     cut: set[bytes] = field(default_factory=set)
     """Members that named more liars than fit the agenda."""
+    pace: Pace | None = None
+    """What is known of everybody's time after this attempt; None: nothing new."""
+    slow: set[bytes] = field(default_factory=set)
+    """Of those who are removed: who costs the others too much time."""
 
     def ban(self, key: bytes, offence: Offence) -> None:
         held = self.banned.get(key)
@@ -105,7 +138,7 @@ class Decision:
         return bool(self.failed or self.banned or self.removed)
 
     def get_changes(self, late: frozenset[bytes] = frozenset()) -> Changes:
-        leaving = frozenset(key for key, reason in self.removed.items() if reason == LEFT)
+        leaving = frozenset(key for key, reason in self.removed.items() if reason == LEFT or key in self.slow)
         return Changes(
             frozenset(self.banned), frozenset(self.removed), late | self.late, frozenset(self.pairs), leaving
         )
@@ -116,7 +149,8 @@ def is_stuck(config: Config, view: View, decision: Decision) -> bool:
 
     Nothing is repeated for free. The members say again what was to be said, until it can be had.
     """
-    if decision.banned or not decision.removed:
+    asked = {key for key, reason in decision.removed.items() if reason == LEFT}
+    if decision.banned or not decision.removed.keys() - asked - decision.slow:
         return False
     return change_members(config, view, decision.get_changes()).roster == view.roster
 
@@ -178,7 +212,7 @@ def _fits(config: Config, transcript: Transcript, key: bytes, letter: Letter) ->
         else:
             whole = len(body.norms) == count and len(body.sums) == count * config.projections
         return whole and (not body.lacking or all(i < count for i in body.lacking))
-    return True
+    return not isinstance(body, m.Confirm) or body.timing.fits(count)
 
 
 def find_unopened(
@@ -428,6 +462,7 @@ def decide(config: Config, transcript: Transcript, agenda: tuple[Case, ...], cas
     _decide_blind(config, transcript, decision)
     _decide_states(transcript, decision)
     _decide_complaints(config, transcript, decision)
+    _decide_pace(config, transcript, decision)
     for key in sorted(find_leaving(transcript)):
         decision.remove(key, LEFT)
     return decision
@@ -717,6 +752,65 @@ def _decide_complaints(config: Config, transcript: Transcript, decision: Decisio
                 decision.remove(key, reason)
 
 
+# ---- Pace
+
+
+def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> None:
+    """Who pays for whose time, from what all said in CONFIRM; who owes too much is suspended."""
+    view, roster = transcript.view, transcript.view.roster
+    place = {key: i for i, key in enumerate(roster)}
+    bodies = [x.body for x in transcript.phases[Phase.CONFIRM].values()]
+    reading = read_timings([x.timing if isinstance(x, m.Confirm) else m.NOTHING for x in bodies], view.bound)
+    pace = move_pace(view.pace, reading.step)
+    apart = {make_pair(place[rift.one], place[rift.other]) for rift in view.rifts}
+    found = judge(reading, pace, apart, _find_claims(transcript))
+    decision.late -= {roster[i] for i in found.charges}  # it pays in time: no strike on top
+    charges = {roster[i]: charge for i, charge in found.charges.items()}
+    debts = settle_debts({x.key: x.count for x in view.debts}, charges, find_leak(pace))
+    deadline, leak = find_deadline(config.delta, config.transfer_time), find_leak(pace)
+    limit = deadline + pace
+    gone = {*decision.banned, *decision.removed}
+    for key in find_debtors(debts, [key for key in roster if key not in gone], limit, view.bound):
+        debt = debts[key]
+        debts[key] = limit_stay(debt, charges.get(key, 0), deadline, limit, leak)
+        decision.remove(key, tell_debt(charges.get(key, 0), debt, limit))
+        decision.slow.add(key)
+    rifts = _find_rifts(transcript, found, decision)
+    known = {*roster, *(x.key for x in view.suspended)} - {*decision.banned, *view.banned}
+    owed = tuple(Count(key, debt) for key, debt in sorted(debts.items()) if key in known)
+    decision.pace = Pace(pace, owed, rifts)
+
+
+def _find_rifts(transcript: Transcript, found: Judgement, decision: Decision) -> tuple[Rift, ...]:
+    """The rifts from now on; a member with more of them than may be Byzantine goes."""
+    view, roster = transcript.view, transcript.view.roster
+    gone = {*decision.banned, *decision.removed}
+    old = [rift for rift in view.rifts if rift.step > view.step - RIFT_STEPS]
+    new = [Rift(view.step, roster[one], roster[other]) for one, other in sorted(found.rifts) if one != other]
+    rifts = [rift for rift in (*old, *new) if rift.one not in gone and rift.other not in gone]
+    place = {key: i for i, key in enumerate(roster)}
+    estranged = find_estranged({make_pair(place[x.one], place[x.other]) for x in rifts}, view.bound)
+    if estranged is None:  # it was the weather
+        return ()
+    for i in estranged:
+        decision.remove(roster[i], _APART)
+        decision.slow.add(roster[i])
+    return tuple(x for x in rifts if not {x.one, x.other} & {roster[i] for i in estranged})
+
+
+def _find_claims(transcript: Transcript) -> set[tuple[int, int]]:
+    """Who says in AGGREGATE or REPORT that it misses a part or an aggregate, and whose."""
+    place = {key: i for i, key in enumerate(transcript.view.roster)}
+    claims: set[tuple[int, int]] = set()
+    for phase in (Phase.AGGREGATE, Phase.REPORT):
+        for key, letter in transcript.phases.get(phase, {}).items():
+            if isinstance(letter.body, m.Aggregate):
+                claims |= {(place[key], other) for other in letter.body.missing}
+            elif isinstance(letter.body, m.Report):
+                claims |= {(place[key], other) for other in letter.body.lacking}
+    return claims
+
+
 # ---- Views
 
 
@@ -763,7 +857,7 @@ def find_served(transcript: Transcript) -> dict[bytes, bytes]:
 
 def make_retry(config: Config, transcript: Transcript, decision: Decision, height: int, previous: bytes) -> View:
     """The view of the next attempt at the same step."""
-    view = note_progress(config, transcript, height)
+    view = _note_pace(note_progress(config, transcript, height), decision)
     changes = decision.get_changes(find_late(transcript))
     return retry_step(config, view, changes, height, previous, decision.acquitted)
 
@@ -772,7 +866,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
     """The view of the next step, or of another attempt if an aggregate was wrong."""
     if decision.wrong or decision.state is None or transcript.randomness is None:
         return make_retry(config, transcript, decision, height, previous)
-    view = note_progress(config, transcript, height)
+    view = _note_pace(note_progress(config, transcript, height), decision)
     view = note_ending(view, decision.excused, decision.corrections)
     norms = _get_norms(transcript)
     automatic = isinstance(config.tau, AutomaticTau)  # else nobody asks for the scale
@@ -793,6 +887,13 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         joins=[key for key, count in asked.items() if count > transcript.view.bound],
         acquitted=decision.acquitted,
     )
+
+
+def _note_pace(view: View, decision: Decision) -> View:
+    pace = decision.pace
+    if pace is None:
+        return view
+    return msgspec.structs.replace(view, pace=pace.step, debts=pace.debts, rifts=pace.rifts)
 
 
 def follow_resolution(

@@ -20,6 +20,7 @@ from msgspec import Struct
 from phalanx.core.config import KEPT_STEPS, AutomaticTau, Config
 from phalanx.core.crypto import compute_digest
 from phalanx.core.messages import MAX_CASES, MAX_MEMBERS
+from phalanx.core.pace import find_deadline, find_limit, may_return
 from phalanx.core.randomness import Stream, derive_seed
 
 FORGIVEN = 50
@@ -63,6 +64,14 @@ class Absences(_Record, frozen=True):
     key: bytes
     count: int
     served: int
+
+
+class Rift(_Record, frozen=True):
+    """Since ``step`` nobody knows which of two members is slow: others stand between them (``pace.py``)."""
+
+    step: int
+    one: bytes
+    other: bytes
 
 
 class Suspension(_Record, frozen=True):
@@ -170,6 +179,11 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     attempts: tuple[Committed, ...]
     """Attempts of the last steps: what may still be checked."""
     suspects: tuple[Suspect, ...]
+    pace: int = 0
+    """The agreed duration of a step in milliseconds; 0: not known yet."""
+    debts: tuple[Count, ...] = ()
+    """Milliseconds that members, suspended ones too, have cost the others and not made up for."""
+    rifts: tuple[Rift, ...] = ()
 
 
 def encode_view(view: View) -> bytes:
@@ -430,7 +444,8 @@ class Changes:
     pairs: frozenset[tuple[bytes, bytes]] = frozenset()
     """Of those to be suspended: who goes with whom, or not at all."""
     leaving: frozenset[bytes] = frozenset()
-    """Of those to be suspended: who asked for it. If the floor forbids it now, the member asks again."""
+    """Of those to be suspended: who asked for it, or owes too much time. If the floor forbids it now, this is said
+    again in each step."""
     coming: frozenset[bytes] = frozenset()
     """Suspended members that come in at once, so that a run that waits can go on."""
 
@@ -475,6 +490,8 @@ def change_members(config: Config, view: View, changes: Changes, acquitted: Coll
         suspended=suspended,
         owed=owed,
         complaints=tuple(c for c in view.complaints if c.namer not in gone and c.named not in gone),
+        debts=tuple(debt for debt in view.debts if debt.key not in changes.banned),
+        rifts=tuple(rift for rift in view.rifts if rift.one not in gone and rift.other not in gone),
         candidates=tuple(c for c in view.candidates if c.key not in gone),
         suspects=tuple(sorted(suspects)),
     )
@@ -684,11 +701,18 @@ def _forgive(config: Config, view: View) -> View:
 def _let_in(config: Config, view: View, joins: Collection[bytes], step: int) -> View:
     """The view with the suspended members that have shown that they are there, and whose time has come."""
     room = max(0, min(config.size, MAX_MEMBERS) - len(view.roster))
-    back = tuple(x.key for x in view.suspended if x.key in joins and step >= x.ready)[:room]
+    debts, limit = {debt.key: debt.count for debt in view.debts}, compute_limit(config, view)
+    ready = (x.key for x in view.suspended if step >= x.ready and may_return(debts.get(x.key, 0), limit))
+    back = tuple(key for key in ready if key in joins)[:room]
     if not back:
         return view
     out = tuple(x for x in view.suspended if x.key not in back)
     return msgspec.structs.replace(view, roster=view.roster + back, suspended=out)
+
+
+def compute_limit(config: Config, view: View) -> int:
+    """Milliseconds that a member may owe."""
+    return find_limit(find_deadline(config.delta, config.transfer_time), view.pace)
 
 
 def _draw_trial_checks(

@@ -53,6 +53,7 @@ Indices: TypeAlias = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_MEMBERS)]
 Held: TypeAlias = Annotated[bytes, Meta(max_length=2 * DIGEST_SIZE)]
 Pairs: TypeAlias = Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=MAX_OPENINGS)]
+Milliseconds: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class Phase(IntEnum):
@@ -193,11 +194,41 @@ class Report(_Said, frozen=True):
         _require(_is_increasing(tuple(finding.target for finding in self.findings)), "findings: not increasing")
 
 
+class Timing(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a member measured since its last CONFIRM, by places in the roster (``core/pace.py``).
+
+    Nothing at all: two empty tuples.
+    """
+
+    step: Milliseconds
+    """How long the heights took, each without the ``b_t`` slowest."""
+    rounds: Milliseconds
+    """How long of that AGGREGATE_AGAIN and REPORT_AGAIN took."""
+    hop: Milliseconds
+    """What one message takes: the median of REVEAL."""
+    late: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
+    waits: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
+
+    def __post_init__(self) -> None:
+        for name, numbers in (("late", self.late), ("waits", self.waits)):
+            _require(not numbers or any(numbers), f"{name}: zeros, where nothing is written as nothing")
+
+    def fits(self, members: int) -> bool:
+        """Whether this can be said of a roster of so many."""
+        return all(len(numbers) in (0, members) for numbers in (self.late, self.waits))
+
+
+NOTHING = Timing(0, 0, 0, (), ())
+
+
 class Confirm(_Said, frozen=True):
     """CONFIRM. The digest of the new state; digests of accusations; keys that asked to join; who was late in a slow
     path since my last CONFIRM; whether I leave.
 
-    ``blind``: what others said of my part I could not check, since its rows went with my memory."""
+    ``blind``: what others said of my part I could not check, since its rows went with my memory. ``charged``: whom the
+    last of the accusations say to have computed a wrong gradient (V4); these are heard one by one. ``timing``: how long
+    I waited for whom.
+    """
 
     state: Digest
     accusations: Annotated[tuple[Digest, ...], Meta(max_length=MAX_CASES)]
@@ -205,9 +236,18 @@ class Confirm(_Said, frozen=True):
     late: Keys
     leaving: bool
     blind: bool
+    charged: Annotated[tuple[Key, ...], Meta(max_length=MAX_CASES)] = ()
+    timing: Timing = NOTHING
+
+    @property
+    def charges(self) -> tuple[tuple[Key, Digest], ...]:
+        """The gradient charges, in the order in which they are heard: whom, and the case."""
+        cases = self.accusations[len(self.accusations) - len(self.charged) :]
+        return tuple(zip(self.charged, cases, strict=True))
 
     def __post_init__(self) -> None:
         _require(len(set(self.accusations)) == len(self.accusations), "accusations: repeated")
+        _require(len(self.charged) <= len(self.accusations), "charged: more than are accused")
         _require(_is_increasing(self.joins), "joins: not increasing")
         _require(_is_increasing(self.late), "late: not increasing")
 

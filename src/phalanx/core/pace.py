@@ -26,16 +26,16 @@ over one pays for the round that this takes. Rifts cost bytes, not time, so the 
 member has them with ``b_t`` attackers, and perhaps over one bad line; who has more is slow itself.
 
 *What is put up with* (:func:`settle_debts`). Charges add up to a debt, which shrinks in each step by a tenth of the
-agreed step, divided by ``b_t``: all attackers together cost a tenth in the long run. Who owes more than ``find_limit``
-is suspended, and comes back when it owes half of it or less. Debts shrink outside as well, so a member that has cost an
-hour stays away until that hour, too, is a tenth of what the run took since.
+agreed step. A member that owes more than ``find_limit`` is suspended, and comes back when it owes no more. Debts shrink
+outside as well, so a member that has cost an hour stays away until that hour, too, is a tenth of what the run took
+since. An honest machine that paused once too often is back after ``LONGEST_STAY`` steps (:func:`limit_stay`).
 
 What follows, for ``n >= 3 b_t + 1``, while messages arrive within ``delta`` (``tests/core/test_pace.py``):
 
 * An honest member is charged no more than what an honest member saw of its own lateness, beyond twice the median, and
   nothing for what others kept from it; liars can add nothing. Only a claim of its own across a rift costs it more.
-* Whatever ``b_t`` members do, together they cost at most the limit each, one step each beyond it, and from then on a
-  tenth of a step in each step, on top of twice the median.
+* Whatever ``b_t`` members do, each costs at most the limit, one step beyond it, and from then on a tenth of a step in
+  each step, or one deadline in ``LONGEST_STAY`` steps, on top of twice the median.
 
 All numbers are whole milliseconds: everybody computes the same.
 """
@@ -44,13 +44,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
-from msgspec import Meta, Struct
+from phalanx.core.messages import Timing
 
-from phalanx.core.messages import MAX_MEMBERS
-
-Milliseconds: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Pair: TypeAlias = tuple[int, int]
 """Two places in the roster, the lower first."""
 
@@ -60,36 +57,13 @@ _MOST_EXCUSED = 4
 """Steps' worth of waiting for others that a member may name as its excuse in one step."""
 _GROWTH = (5, 4)
 """The agreed step grows by this factor in one step, no faster: or one long step would make the next one cheap."""
+LONGEST_STAY = 40
+"""Steps that a member stays out at most if no more than one deadline at once has put it over the limit."""
 RIFT_STEPS = 100
 """For how many steps a rift lasts."""
 _BAD_LINES = 1
 """Rifts that anybody may have beside those with attackers: lines between honest members are not all good."""
 _MOST = (1 << 32) - 1
-
-
-class Timing(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a member measured since its last CONFIRM, by places in the roster. Nothing at all: two empty tuples."""
-
-    step: Milliseconds
-    """How long the heights took, each without the ``b_t`` slowest."""
-    rounds: Milliseconds
-    """How long of that AGGREGATE_AGAIN and REPORT_AGAIN took."""
-    hop: Milliseconds
-    """What one message takes: the median of REVEAL."""
-    late: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
-    waits: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
-
-    def __post_init__(self) -> None:
-        for name, numbers in (("late", self.late), ("waits", self.waits)):
-            if numbers and not any(numbers):
-                raise ValueError(f"{name}: zeros, where nothing is written as nothing")
-
-    def fits(self, members: int) -> bool:
-        """Whether this can be said of a roster of so many."""
-        return all(len(numbers) in (0, members) for numbers in (self.late, self.waits))
-
-
-NOTHING = Timing(0, 0, 0, (), ())
 
 
 # ---- What one member sees
@@ -124,17 +98,19 @@ def measure(offsets: Mapping[int, int], bound: int, hop: int, allowed: Mapping[i
     )
 
 
-def find_opening(offsets: Iterable[int], contributors: int, bound: int, pace: int) -> int | None:
-    """When parts that are not here are asked for in the open, in milliseconds; None: not before more have come.
+def find_opening(offsets: Iterable[int], contributors: int, bound: int, pace: int) -> tuple[int, int] | None:
+    """When a part that is not here is asked for again, and when in the open, in milliseconds.
 
-    ``offsets`` are those of the parts that are here, the own one included. A member may be three times a link behind
-    others without knowing, kept there by attackers, and nobody should be named for that.
+    None: not before more have come. ``offsets`` are those of the parts that are here, the own one included. A member
+    may be three times a link behind others without knowing, kept there by attackers, and nobody should be named for
+    that; and what was lost on the way is sent again first.
     """
     arrived = sorted(offsets)
-    if len(arrived) < max(1, contributors - bound):
+    if not pace or len(arrived) < max(1, contributors - bound):
         return None
     middle = arrived[min(contributors // 2, len(arrived) - 1)]
-    return max(4 * middle, arrived[-1]) + pace // SHARE
+    turn = max(4 * middle, pace // SHARE)
+    return arrived[-1] + turn, arrived[-1] + 2 * turn
 
 
 @dataclass(slots=True)
@@ -207,14 +183,19 @@ def move_pace(pace: int, step: int) -> int:
     return min(step, grown) if pace else step
 
 
-def find_leak(pace: int, bound: int) -> int:
+def find_leak(pace: int) -> int:
     """What one member may cost in each step, for ever."""
-    return pace // (SHARE * max(1, bound))
+    return pace // SHARE
 
 
-def find_limit(delta: float, transfer_time: float, pace: int) -> int:
+def find_deadline(delta: float, transfer_time: float) -> int:
+    """What one honest hiccup can cost."""
+    return int(1000 * (4 * delta + transfer_time))
+
+
+def find_limit(deadline: int, pace: int) -> int:
     """What one member may owe: one message at its deadline, and a step."""
-    return int(1000 * (4 * delta + transfer_time)) + pace
+    return deadline + pace
 
 
 # ---- Whose fault it is
@@ -229,12 +210,12 @@ class Judgement:
     """New ones."""
 
 
-def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], claims: Collection[Pair]) -> Judgement:
+def judge(reading: Reading, pace: int, rifts: Collection[Pair], claims: Collection[Pair]) -> Judgement:
     """Charges and new rifts. ``claims`` are pairs of who says that it misses a part or an aggregate, and whose."""
-    leak, grace = find_leak(pace, bound), pace // SHARE
+    grace = pace // SHARE
     charges, fresh = dict[int, int](), set[Pair]()
     for key, vouched in enumerate(reading.late):
-        excuses = _find_excuses(reading, key, rifts) if vouched > leak else {}
+        excuses = _find_excuses(reading, key, rifts) if vouched > grace else {}
         excused = min(sum(excuses.values()), _MOST_EXCUSED * pace, vouched)
         if vouched > excused:
             charges[key] = vouched - excused
@@ -263,6 +244,13 @@ def _find_excuses(reading: Reading, key: int, rifts: Collection[Pair]) -> dict[i
 
 def make_pair(one: int, other: int) -> Pair:
     return (one, other) if one <= other else (other, one)
+
+
+def find_relays(roster: Sequence[bytes], one: bytes, other: bytes, bound: int) -> tuple[bytes, ...]:
+    """The members that stand between two that have a rift: at least ``bound + 1`` of them are honest."""
+    start = roster.index(min(one, other))
+    between = (key for key in (*roster[start:], *roster[:start]) if key not in (one, other))
+    return tuple(between)[: 2 * bound + 1]
 
 
 def find_estranged(rifts: Collection[Pair], bound: int) -> tuple[int, ...] | None:
@@ -301,9 +289,14 @@ def find_debtors(debts: Mapping[bytes, int], roster: Collection[bytes], limit: i
     return tuple(over[:bound])
 
 
+def limit_stay(debt: int, charge: int, deadline: int, limit: int, leak: int) -> int:
+    """What a member owes once it is suspended for it. One hiccup too many keeps it out for ``LONGEST_STAY`` steps."""
+    return min(debt, limit + LONGEST_STAY * leak) if charge <= deadline else debt
+
+
 def may_return(debt: int, limit: int) -> bool:
     """Whether a member that was suspended for its debt has sat out enough of it."""
-    return debt <= limit // 2
+    return debt <= limit
 
 
 def tell_debt(charge: int, debt: int, limit: int) -> str:

@@ -24,6 +24,7 @@ from phalanx.core.envelope import Examiner, Letter
 from phalanx.core.membership import View, compute_duties
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
+from phalanx.core.pace import Stopwatch, find_relays
 from phalanx.core.partition import compute_part_sizes, join_parts
 from phalanx.core.room import make_bytes
 from phalanx.core.slowpath import Resolution
@@ -40,8 +41,6 @@ _PASSED_JOINS, _NEW_JOINS = 16, 64
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
-SOON = 8
-"""In a part of ``delta`` so small a message that nothing held up is here: what is late is asked for then."""
 KEPT_ROUNDS = 8
 """Of a slow path, from one sender."""
 _MOST_TRIALS = 4
@@ -97,6 +96,26 @@ class StateFetch:
     server: bytes
     size: int | None = None
     data: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(slots=True)
+class Clock:
+    """What ``clock.py`` knows of the others' time. Nothing of it is on disk."""
+
+    watch: Stopwatch
+    """What was measured since the last CONFIRM."""
+    revealed: float | None = None
+    """When this step's REVEAL was complete: then gradients of the next begin."""
+    begun: float | None = None
+    """When the step's gradients began."""
+    committed: float = 0.0
+    """When COMMIT was complete: then parts are sent."""
+    usual: float = 0.0
+    """The median time of a gradient in this step."""
+    reported: dict[bytes, float] = field(default_factory=dict)
+    """When the report of each member came that had others to check."""
+    arriving: frozenset[bytes] = frozenset()
+    """Members that are new in this view: what they lack they have to fetch first."""
 
 
 class Peer:
@@ -196,12 +215,17 @@ class Peer:
         """Members whose aggregates I had to ask others for while I was on trial."""
         self.failures: dict[bytes, int] = {}
         """How often a server of states did not come through."""
+        self.clock = Clock(Stopwatch(hop=int(1000 * config.delta)))
+        self.part_times: dict[tuple[int, int, bytes, int], float] = {}
+        self.aggregate_times: dict[tuple[int, int, int], float] = {}
+        """When parts and aggregates first were here as a whole."""
         self.enter(view)
 
     # ---- Where we are
 
     def enter(self, view: View, *, riding: bool = False) -> None:
         """Start from a view. ``riding``: what led to it is complete, but settled only by the attempt's COMMIT."""
+        before = self.view.roster if hasattr(self, "view") else view.roster
         self.view = view
         self.riding = riding
         self.duties = compute_duties(self.config, view)
@@ -239,11 +263,35 @@ class Peer:
         self.ahead = {key: height for key, height in self.ahead.items() if key in view.roster}
         self.foremost = max(self.ahead.values(), default=-1)
         self.astray = False
+        self.clock.arriving |= {*view.roster} - {*before}
+        self._stand_between()
         self.answered_alarms.clear()
         _drop(self.joins, [key for key in self.joins if key in here or key in view.banned])
         self.adopted = None
         self.finished.clear()
         self._forget()
+
+    def _stand_between(self) -> None:
+        """Know the rifts: what I pass on, and from whom I take what another should send me."""
+        view, place = self.view, (self.view.step, self.view.attempt)
+        self.bypass: dict[bytes, list[bytes]] = {}
+        """Members between whom I stand: whose messages I pass on to whom."""
+        self.relayed: list[tuple[bytes, bytes]] = []
+        """The same, as pairs."""
+        self.apart: dict[bytes, tuple[bytes, ...]] = {}
+        """From whom I have a rift, and who stands between us."""
+        for rift in view.rifts if self.member else ():
+            relays = find_relays(view.roster, rift.one, rift.other, view.bound)
+            for key, other in ((rift.one, rift.other), (rift.other, rift.one)):
+                mine, part = view.roster.index(other), view.roster.index(key)
+                if self.key in relays:
+                    self.bypass.setdefault(key, []).append(other)
+                    self.relayed.append((key, other))
+                    self.asked.add(("part", *place, key, mine, key))
+                elif self.key == other:
+                    self.apart[key] = relays
+                    self.asked |= {("part", *place, key, mine, relay) for relay in relays}
+                    self.asked |= {("aggregate", *place, part, relay) for relay in relays}
 
     def _forget(self) -> None:
         step, height = self.view.step, self.view.height
@@ -251,7 +299,9 @@ class Peer:
         old = step - KEPT_STEPS
         oldest = height - _PAST_HEIGHTS
         self.verified = {place for place in self.verified if place[0] >= old}
-        for table in (self.parts, self.aggregates, self.openings, self.transcripts, self.gradients, self.readings):
+        times = (self.part_times, self.aggregate_times)
+        kept = (self.parts, self.aggregates, self.openings, self.transcripts, self.gradients, self.readings)
+        for table in (*kept, *times):
             _drop(table, [place for place in table if place[0] < old])
         _drop(self.own, [place for place in self.own if place < old])
         for table in (self.pages, self.trials, self.alarms, self.finals):
@@ -372,11 +422,14 @@ class Peer:
         if domain is Domain.AGREED:
             page = self.pages.get(height) or self.page(height)
             if page.add(letter):
+                page.times.setdefault(message.sender, self.time)
                 self._place(message.sender, height - 1)
                 if letter.body is None and message.sender not in self.view.banned:
                     self.keep_proof(message.sender, m.MalformedBody(message))
                 if message.sender in page.seconds:
                     return self._take_equivocation(page, message.sender)
+                if sender == message.sender in self.bypass and height >= self.level:
+                    return (Broadcast(tuple(self.bypass[sender]), message),)
         elif domain is Domain.TIMEOUT and isinstance(letter.body, m.Timeout):
             if letter.body.round > 0 and height in self.finals:  # it was settled: whoever missed that can see it
                 return (Send(message.sender, m.Certificate(self.finals[height])),)
@@ -478,9 +531,10 @@ class Peer:
 
     # ---- Long bytes
 
-    def store_part(self, sender: bytes, chunk: m.PartChunk) -> None:
+    def store_part(self, sender: bytes, chunk: m.PartChunk) -> bool:
+        """Keep a chunk of a part; whether the part is here now and was not before."""
         if sender not in self.circle:
-            return
+            return False
         self.arrivals += 1
         place = (chunk.step, chunk.attempt, chunk.owner, chunk.part)
         here = sender == chunk.owner and (chunk.step, chunk.attempt) == (self.view.step, self.view.attempt)
@@ -488,13 +542,16 @@ class Peer:
             self._place(sender, self.view.height)
         due = here and chunk.part == self.index and sender in self.duties.contributors
         if not due and ("part", *place, sender) not in self.asked:
-            return
+            return False
         data = self._assemble("part", sender, chunk)
         if data is None:
-            return
+            return False
         held = self.parts.get(place)
         if held is None or not self.has_part(place):
             self.parts[place] = (self.put_away(data), chunk.path)
+            self.part_times.setdefault(place, self.time)
+            return True
+        return False
 
     def is_coming(self, place: tuple[int, int, bytes, int]) -> bool:
         """Whether some of a part's bytes are here already, from its owner."""
@@ -534,6 +591,7 @@ class Peer:
         data, path = held
         if not verify_path(root, len(transcript.view.roster), part, hash_part(data), path):
             del self.parts[place]  # nobody should have to find that out again
+            self.part_times.pop(place, None)
             return None
         self.verified.add(place)
         return data
@@ -569,18 +627,22 @@ class Peer:
         letters = self.trials.get(transcript.view.height, {}).get(owner, {})
         return letters.get(transcript.served.get(owner, b""))
 
-    def store_aggregate(self, sender: bytes, chunk: m.AggregateChunk) -> None:
+    def store_aggregate(self, sender: bytes, chunk: m.AggregateChunk) -> bool:
+        """Keep a chunk of an aggregate; whether it is here now and was not before."""
         self.arrivals += 1
         place = (chunk.step, chunk.attempt, chunk.part)
         transcript = self.transcripts.get((chunk.step, chunk.attempt))
         if transcript is None or chunk.part >= len(transcript.view.roster):
-            return
+            return False
         owner = transcript.view.roster[chunk.part]
         if sender != owner and ("aggregate", *place, sender) not in self.asked:
-            return
+            return False
         data = self._assemble("aggregate", sender, chunk)
         if data is not None and (place not in self.aggregates or not self.has_aggregate(transcript, chunk.part)):
             self.aggregates[place] = self.put_away(data)
+            self.aggregate_times.setdefault(place, self.time)
+            return True
+        return False
 
     def has_aggregate(self, transcript: Transcript, part: int) -> bool:
         place = (transcript.view.step, transcript.view.attempt, part)
@@ -592,6 +654,7 @@ class Peer:
             return False
         if hash_part(data) != letter.body.result:
             del self.aggregates[place]
+            self.aggregate_times.pop(place, None)
             return False
         self.verified.add(place)
         return True

@@ -27,6 +27,7 @@ from phalanx.core.checking import (
     make_charge,
     read_aggregates,
 )
+from phalanx.core.clock import find_turn, note_aggregates, note_parts
 from phalanx.core.conclusion import abort, conclude, confirm, find_vote_time, make_confirm, settle_view, wait
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_commitment, compute_digest
@@ -61,8 +62,9 @@ from phalanx.core.membership import View, compute_batch_seed, foresee_duties, is
 from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.opening import fetch_opened, find_opening_time, open_parts
+from phalanx.core.pace import find_opening
 from phalanx.core.partition import join_parts, split_parts
-from phalanx.core.peer import SOON, Own, Peer
+from phalanx.core.peer import Own, Peer
 from phalanx.core.transcript import Transcript, Values
 from phalanx.core.verification import ACCUSER_MARGIN, compute_column, is_same_report, projection_seeds, read_stack
 
@@ -78,6 +80,7 @@ def run_attempt(peer: Peer) -> Story:
     hidden = compute_commitment(config.run, view.step, view.attempt, peer.key, share, salt)
     body = m.Commit(own.roots.get(view.attempt) if peer.contributes else None, hidden, view.digest)
     yield from agree(peer, Phase.COMMIT, body, work=config.gradient_time + find_arrival_time(config, view))
+    peer.clock.committed = peer.time
     yield from settle_view(peer)
     yield from find_way_back(peer)
     yield from keep_silent_without_parts(peer, own)
@@ -92,7 +95,7 @@ def run_attempt(peer: Peer) -> Story:
     yield from agree(peer, Phase.AGGREGATE, aggregate, work=patience)
     transcript.served = find_served(transcript)
     offenders = find_offenders(config, transcript, Phase.AGGREGATE)
-    requests = find_requests(transcript)
+    requests, opened_at = find_requests(transcript), peer.time
     while not offenders.banned and requests:
         unopened = yield from open_parts(peer, own, requests)
         yield from fetch_opened(peer, requests)
@@ -107,6 +110,9 @@ def run_attempt(peer: Peer) -> Story:
         yield from wait(peer, offenders.removed)
     if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
+    if peer.member:
+        note_parts(peer, requests, opened_at)
+    aggregated_at = peer.time
 
     # REVEAL: the shares make the randomness of the next step, unknown to all until now.
     yield from ask_early(peer)
@@ -124,6 +130,8 @@ def run_attempt(peer: Peer) -> Story:
     yield from look_ahead(peer)
     report = yield from make_report(peer, own, findings)
     yield from agree(peer, Phase.REPORT, report, work=patience + find_check_time(peer))
+    if peer.member:
+        note_aggregates(peer, aggregated_at)
     offenders = find_offenders(config, transcript, Phase.REPORT)
     if not offenders.banned:
         offenders = decide_aggregates(transcript)
@@ -242,7 +250,8 @@ def scatter(peer: Peer, own: Own) -> Story:
         part = (peer.index + 1 + turn) % len(parts)
         data = parts[part]
         if view.roster[part] != peer.key:
-            yield from send_part(peer, (view.roster[part],), (view.step, view.attempt, peer.key, part), data)
+            to = (view.roster[part], *peer.apart.get(view.roster[part], ()))
+            yield from send_part(peer, to, (view.step, view.attempt, peer.key, part), data)
 
 
 def aggregate_part(peer: Peer, patience: float) -> Story:
@@ -252,23 +261,25 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         return m.Aggregate(None, (0,), (), ())
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
     wanted, looked = [place for place in places if not peer.has_part(place)], peer.arrivals
-    ask_at = peer.entered + patience / 2  # what was lost on the way, or with my memory, is sent again
-    soon = math.inf
+    until, known = peer.entered + patience, -1
+    times = [peer.entered + patience / 2]  # what was lost on the way, or with my memory, is sent again
     while wanted:
         if looked != peer.arrivals:
             looked = peer.arrivals
             wanted = [place for place in wanted if place not in peer.parts or not peer.has_part(place)]
-        if not wanted or peer.time >= peer.entered + patience:
+        if patience and known != len(wanted):
+            known, opening = len(wanted), find_opening_times(peer, places)
+            if opening is not None:  # the others are here: these are late
+                until = min(peer.entered + patience, opening[1])
+                times = sorted({opening[0], *(x for x in times if peer.entered + patience / 2 >= x > peer.time)})
+        if not wanted or peer.time >= until:
             break
-        if soon == math.inf and len(wanted) <= view.bound:  # the others are here: these are late
-            soon = peer.time + peer.config.delta / SOON
-            ask_at = min(ask_at, soon)
-        if peer.time >= ask_at:
-            ask_at = peer.entered + patience / 2 if peer.time < peer.entered + patience / 2 else math.inf
+        if times and peer.time >= times[0]:
+            times = [x for x in times if x > peer.time]
             for lost in wanted:
-                if ask_at == math.inf or not peer.is_coming(lost):
+                if not times or not peer.is_coming(lost):
                     yield from ask_part(peer, lost, (lost[2],))
-        yield from peer.listen(min(ask_at, peer.entered + patience))
+        yield from peer.listen(min([until, *times]))
     trials = tuple(list_trials(peer))
     if wanted:
         missing = tuple(sorted(view.roster.index(place[2]) for place in wanted))
@@ -285,6 +296,16 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         return m.Aggregate(None, (first,), (), trials)  # I was started again, and what I said before I cannot show
     yield from send_aggregate(peer.audience, *place, data)
     return m.Aggregate(hash_part(data), (), (), trials)
+
+
+def find_opening_times(peer: Peer, places: Iterable[tuple[int, int, bytes, int]]) -> tuple[float, float] | None:
+    """When missing parts of my row are asked for again, and when I say that they are missing."""
+    came = [0.0 if x[2] == peer.key else peer.part_times.get(x, math.inf) - peer.entered for x in places]
+    here = [max(0, round(1000 * offset)) for offset in came if offset < math.inf]
+    opening = find_opening(here, len(came), peer.view.bound, peer.view.pace)
+    if opening is None:
+        return None
+    return peer.entered + opening[0] / 1000, peer.entered + opening[1] / 1000
 
 
 def list_trials(peer: Peer) -> Iterable[m.Listed]:
@@ -367,7 +388,7 @@ def gather(peer: Peer, patience: float) -> Story:
     in_time = peer.member or peer.key in transcript.served
     yield from ask_early(peer)
     if in_time and not is_here():  # what is under way should not be asked for
-        soon = min(until, peer.time + 2 * peer.config.delta / SOON)
+        soon = min(until, peer.time + 2 * find_turn(peer))
         while peer.time < soon and not is_here():
             yield from peer.listen(soon)
         if peer.on_trial:

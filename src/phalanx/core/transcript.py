@@ -30,6 +30,8 @@ class Page:
     """What the first letters name as the root before them."""
     root: bytes | None = None
     """The root that these should name, where I know it: of a sender's letters the one that does is taken."""
+    times: dict[bytes, float] = field(default_factory=dict)
+    """When each sender's first letter came."""
     settled: dict[bytes, bytes] = field(default_factory=dict)
     """Which letters a slow path has settled on: of a sender with more than two they may be neither of those held."""
 
@@ -90,6 +92,12 @@ class Transcript:
     settled: set[int] = field(default_factory=set)
     """Heights whose slow path ended without anybody going."""
     randomness: bytes | None = None
+    heard: list[Values] = field(default_factory=list)
+    """The votes of rounds that are over: another VOTE follows."""
+
+    def get_votes(self, round_: int) -> Values:
+        """What was voted in a round, as far as it is known."""
+        return self.heard[round_] if round_ < len(self.heard) else self.phases.get(Phase.VOTE, {})
 
     def record(self, height: int, phase: Phase, values: Values) -> None:
         self.phases[phase] = values

@@ -1,0 +1,129 @@
+"""What a peer measures of the others' time, for its next CONFIRM (``pace.py`` says what follows from it).
+
+A height that went through a slow path is not measured: that is paid for by a strike or an absence. :attr:`Peer.time`
+stands still there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from statistics import median_low
+
+from phalanx.core import messages as m
+from phalanx.core.checking import find_fetch_time
+from phalanx.core.messages import Phase, Verdict
+from phalanx.core.pace import SHARE, Lags, measure
+from phalanx.core.peer import Peer
+from phalanx.core.transcript import Page
+
+_SOON = 8
+"""In a part of ``delta`` so small a message that nothing held up is here: what is late is asked for then, or before."""
+_AGAIN = (Phase.AGGREGATE_AGAIN, Phase.REPORT_AGAIN)
+
+
+def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
+    """Add how late the agreed messages of a height were. ``peer.entered`` is still when the height before was here."""
+    clock, view = peer.clock, peer.view
+    if phase is Phase.COMMIT:  # the next gradient began with the last REVEAL
+        clock.begun, clock.revealed = clock.revealed, None
+    if not peer.transcript.settled.isdisjoint((height, height - 1)):
+        return
+    begins = _find_begins(peer) if phase is Phase.COMMIT else {}
+    offsets = {
+        place: max(0.0, page.times[key] - begins.get(key, peer.entered))
+        for place, key in enumerate(view.roster)
+        if key != peer.key and key in page.times and key not in clock.arriving
+    }
+    slack = 2 * peer.config.delta + peer.config.transfer_time if phase is Phase.VOTE else 0.0  # evidence may be late
+    lags = _measure(peer, offsets, _find_allowed(peer, page) if phase is Phase.REPORT else {}, slack)
+    clock.watch.add(view.roster, lags, again=phase in _AGAIN)
+    if phase is Phase.COMMIT:
+        clock.usual = median_low(offsets.values()) if offsets else 0.0
+        clock.arriving = frozenset()
+    elif phase is Phase.REVEAL and offsets:
+        clock.watch.hop = min(round(1000 * median_low(offsets.values())), round(1000 * peer.config.delta))
+    if phase is Phase.REVEAL:
+        clock.revealed = peer.time
+    elif phase is Phase.REPORT:
+        busy = {check.checker for check in peer.duties.checks}
+        clock.reported = {key: time for key, time in page.times.items() if key in busy}
+
+
+def note_parts(peer: Peer, opened: Iterable[tuple[int, int]], since: float) -> None:
+    """Add how late the parts were that I got: mine, those that I pass on, and since a later time those opened."""
+    view, step = peer.view, (peer.view.step, peer.view.attempt)
+    if not peer.transcript.settled.isdisjoint((view.height, view.height + 1, peer.level)):
+        return
+    owed = [(key, peer.index, peer.clock.committed) for key in peer.duties.contributors]
+    owed += [
+        (key, view.roster.index(other), peer.clock.committed)
+        for key, other in peer.relayed
+        if key in peer.duties.contributors
+    ]
+    owed += [(view.roster[owner], part, since) for owner, part in opened]
+    offsets: dict[int, float] = {}
+    for owner, part, begin in owed:
+        if owner != peer.key:
+            came, place = peer.part_times.get((*step, owner, part), peer.time), view.roster.index(owner)
+            offsets[place] = max(offsets.get(place, 0.0), came - begin)
+    peer.clock.watch.add(view.roster, _measure(peer, offsets), height=False)
+
+
+def note_aggregates(peer: Peer, since: float) -> None:
+    """Add how late the aggregates were."""
+    view = peer.view
+    if not peer.transcript.settled.isdisjoint((peer.level, peer.level - 1)):
+        return
+    came = {
+        part: peer.aggregate_times.get((view.step, view.attempt, part), peer.time)
+        for part, key in enumerate(view.roster)
+        if key != peer.key
+    }
+    offsets = {part: max(0.0, time - since) for part, time in came.items()}
+    peer.clock.watch.add(view.roster, _measure(peer, offsets), height=False)
+
+
+def find_turn(peer: Peer) -> float:
+    """Seconds after which what is late is asked for, once most is here."""
+    turn, pace = 4 * peer.clock.watch.hop, peer.view.pace
+    return min(peer.config.delta / _SOON, max(turn, pace // SHARE) / 1000 if pace else math.inf)
+
+
+def _measure(
+    peer: Peer, offsets: Mapping[int, float], allowed: Mapping[int, float] | None = None, slack: float = 0.0
+) -> Lags:
+    whole = {place: round(1000 * offset) for place, offset in offsets.items()}
+    hop = peer.clock.watch.hop + round(1000 * slack)
+    return measure(whole, peer.view.bound, hop, {key: round(1000 * x) for key, x in (allowed or {}).items()})
+
+
+def _find_begins(peer: Peer) -> dict[bytes, float]:
+    """When each member could begin with its gradient: in a retry, and after a restart, when the attempt began.
+
+    A machine that checked others was busy until its report came.
+    """
+    view, clock = peer.view, peer.clock
+    if clock.begun is None or any(record.step == view.step for record in view.attempts):
+        return {}
+    begin = clock.begun
+    return {key: max(begin, clock.reported.get(key, begin)) for key in view.roster}
+
+
+def _find_allowed(peer: Peer, page: Page) -> dict[int, float]:
+    """From when on after REVEAL a checker's report is late: it takes twice as long for each gradient as most."""
+    view, clock, config = peer.view, peer.clock, peer.config
+    load = Counter(check.checker for check in peer.duties.checks)
+    begin = clock.begun if clock.begun is not None else peer.entered
+    allowed: dict[int, float] = {}
+    for key, checks in load.items():
+        if key not in view.roster:
+            continue
+        gradients = checks + (key in peer.duties.contributors)
+        due = begin + 2 * gradients * clock.usual
+        body = page.letters[key].body if key in page.letters else None
+        lacking = isinstance(body, m.Report) and any(x.verdict is Verdict.NOT_RECEIVED for x in body.findings)
+        due += checks * (find_fetch_time(config) + 2 * config.delta) if lacking else 0.0
+        allowed[view.roster.index(key)] = max(0.0, due - peer.entered)
+    return allowed
