@@ -8,7 +8,7 @@ what it has to remember is in :class:`Insider` (one peer) or :class:`Plot` (all 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -222,14 +222,36 @@ def forge(signer: Signer, message: Signed) -> Signed:
 
 def change_body(sign: Sign, **fields: Any) -> Sign:
     """The same place, with other words in some fields of the body."""
+    if isinstance(sign.body, m.Confirm) and "accusations" in fields:
+        fields.setdefault("charged", ())
     return replace(sign, body=msgspec.structs.replace(sign.body, **fields))
 
 
-def accuse(sign: Sign, *cases: bytes) -> Sign:
-    """A CONFIRM that names these cases as well, in the place of others if there is no more room."""
-    assert isinstance(sign.body, m.Confirm)
-    others = [case for case in sign.body.accusations if case not in cases][: MAX_CASES - len(cases)]
-    return change_body(sign, accusations=(*others, *cases))
+def accuse(sign: Sign, *cases: bytes, charges: Sequence[tuple[bytes, bytes]] = ()) -> Sign:
+    """A CONFIRM that names these cases as well, in the place of others if there is no more room.
+
+    ``charges`` are of wrong gradients: whom, and the case.
+    """
+    body = sign.body
+    assert isinstance(body, m.Confirm)
+    fresh = {*cases, *(case for _, case in charges)}
+    room = MAX_CASES - len(fresh)
+    plain = [case for case in body.accusations[: len(body.accusations) - len(body.charged)] if case not in fresh][:room]
+    old = [pair for pair in body.charges if pair[1] not in fresh][: room - len(plain)]
+    listed = [*old, *charges]
+    named = (*plain, *cases, *(case for _, case in listed))
+    return change_body(sign, accusations=named, charged=tuple(key for key, _ in listed))
+
+
+def bring_cases(sign: Sign, cases: Mapping[bytes, m.Accusation | m.Proof]) -> Sign:
+    """A CONFIRM that names these cases as well, charges of wrong gradients where these belong."""
+    charges = {
+        digest: case.accused
+        for digest, case in cases.items()
+        if isinstance(case, m.Accusation) and case.rule is m.Rule.GRADIENT
+    }
+    plain = (digest for digest in cases if digest not in charges)
+    return accuse(sign, *plain, charges=[(accused, digest) for digest, accused in charges.items()])
 
 
 @dataclass(kw_only=True, eq=False)

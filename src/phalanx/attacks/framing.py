@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from phalanx.attacks.aggregation import FalseReport
-from phalanx.attacks.base import Attack, Insider, Mail, accuse, change_body, note_case
+from phalanx.attacks.base import Attack, Insider, Mail, bring_cases, change_body, note_case
 from phalanx.attacks.broadcast import is_own
 from phalanx.attacks.justice import Accuser, compute_suspect_digest
 from phalanx.core import messages as m
@@ -167,7 +167,7 @@ class HalfShownCharge(Attack):
         if charge is None:
             return sign
         insider.notes[self, "charge"] = charge
-        return accuse(sign, note_case(insider, charge))
+        return bring_cases(sign, {note_case(insider, charge): charge})
 
     def on_message(self, insider: Insider, to: tuple[bytes, ...], message: Message) -> Iterable[Mail]:
         notes, delta, honest = insider.notes, insider.config.delta, insider.honest

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phalanx.attacks.base import Attack, Insider, Mail, accuse, change_body, note_case
+from phalanx.attacks.base import Attack, Insider, Mail, bring_cases, change_body, note_case
 from phalanx.attacks.broadcast import is_own, turn
 from phalanx.core import messages as m
 from phalanx.core.crypto import Domain, compute_digest
@@ -94,7 +94,7 @@ class Accuser(Attack):
         """A CONFIRM that names these cases as well."""
         named = {note_case(insider, case): case for case in cases}
         insider.notes.update({(self, digest): case for digest, case in named.items()})
-        return accuse(sign, *named)
+        return bring_cases(sign, named)
 
     def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
         message, sender = delivery.message, delivery.sender

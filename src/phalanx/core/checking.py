@@ -250,6 +250,8 @@ def check_case(peer: Peer, case: Case, until: float) -> Story:
         return Verdict.INNOCENT
     if not isinstance(charge, m.Accusation):
         return Verdict.GUILTY if is_proven(peer.config.run, peer.examiner, charge) else Verdict.INNOCENT
+    if charge.rule is Rule.GRADIENT and not case.charge:
+        return Verdict.NOT_RECEIVED  # who wants a gradient computed says so
     return (yield from _check_accusation(peer, charge, case.accusers, until))
 
 
@@ -261,8 +263,8 @@ def count_gradients(peer: Peer, agenda: Sequence[Case]) -> int:
         if case.suspect is not None:
             found.add((case.suspect.key, case.suspect.step, case.suspect.attempt))
         elif isinstance(charge, m.Accusation):
-            found |= {(charge.accused, charge.step, charge.attempt)} if charge.rule is Rule.GRADIENT else set()
-        elif case.accusers and charge is None:
+            found |= {(charge.accused, charge.step, charge.attempt)} if case.charge else set()
+        elif case.charge and charge is None:
             found.add(case.digest)
     return len(found)
 

@@ -34,15 +34,18 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
     offsets = {
         place: max(0.0, page.times[key] - begins.get(key, peer.entered))
         for place, key in enumerate(view.roster)
-        if key != peer.key and key in page.times and key not in clock.arriving
+        if key != peer.key and key in page.times
     }
     slack = 2 * peer.config.delta + peer.config.transfer_time if phase is Phase.VOTE else 0.0  # evidence may be late
-    lags = _measure(peer, offsets, _find_allowed(peer, page) if phase is Phase.REPORT else {}, slack)
-    clock.watch.add(view.roster, lags, again=phase in _AGAIN)
     if phase is Phase.COMMIT:
         clock.usual = median_low(offsets.values()) if offsets else 0.0
+        allowed = _find_arrivals(peer)
         clock.arriving = frozenset()
-    elif phase is Phase.REVEAL and offsets:
+    else:
+        allowed = _find_allowed(peer, page) if phase is Phase.REPORT else {}
+    lags = _measure(peer, offsets, allowed, slack)
+    clock.watch.add(view.roster, lags, again=phase in _AGAIN)
+    if phase is Phase.REVEAL and offsets:
         clock.watch.hop = min(round(1000 * median_low(offsets.values())), round(1000 * peer.config.delta))
     if phase is Phase.REVEAL:
         clock.revealed = peer.time
@@ -68,7 +71,7 @@ def note_parts(peer: Peer, opened: Iterable[tuple[int, int]], since: float) -> N
         if owner != peer.key:
             came, place = peer.part_times.get((*step, owner, part), peer.time), view.roster.index(owner)
             offsets[place] = max(offsets.get(place, 0.0), came - begin)
-    peer.clock.watch.add(view.roster, _measure(peer, offsets), height=False)
+    peer.clock.watch.add_inputs(view.roster, _measure(peer, offsets))
 
 
 def note_aggregates(peer: Peer, since: float) -> None:
@@ -82,7 +85,7 @@ def note_aggregates(peer: Peer, since: float) -> None:
         if key != peer.key
     }
     offsets = {part: max(0.0, time - since) for part, time in came.items()}
-    peer.clock.watch.add(view.roster, _measure(peer, offsets), height=False)
+    peer.clock.watch.add_inputs(view.roster, _measure(peer, offsets))
 
 
 def find_turn(peer: Peer) -> float:
@@ -108,19 +111,29 @@ def _find_begins(peer: Peer) -> dict[bytes, float]:
     if clock.begun is None or any(record.step == view.step for record in view.attempts):
         return {}
     begin = clock.begun
-    return {key: max(begin, clock.reported.get(key, begin)) for key in view.roster}
+    ready = (key for key in view.roster if key not in clock.arriving)
+    return {key: max(begin, clock.reported.get(key, begin)) for key in ready}
+
+
+def _find_arrivals(peer: Peer) -> dict[int, float]:
+    """From when on the first COMMIT of members that are new is late: they may have to fetch what others kept back."""
+    config = peer.config
+    due = 2 * peer.clock.usual + 2 * config.delta + config.transfer_time
+    return {place: due for place, key in enumerate(peer.view.roster) if key in peer.clock.arriving}
 
 
 def _find_allowed(peer: Peer, page: Page) -> dict[int, float]:
     """From when on after REVEAL a checker's report is late: it takes twice as long for each gradient as most."""
     view, clock, config = peer.view, peer.clock, peer.config
     load = Counter(check.checker for check in peer.duties.checks)
-    begin = clock.begun if clock.begun is not None else peer.entered
+    begin = clock.begun if clock.begun is not None else clock.committed
+    # Where members came or went, machines had begun with what they would otherwise have had to do.
+    changed = not view.attempts or view.attempts[-1].roster != view.roster
     allowed: dict[int, float] = {}
     for key, checks in load.items():
         if key not in view.roster:
             continue
-        gradients = checks + (key in peer.duties.contributors)
+        gradients = checks + (key in peer.duties.contributors) + changed
         due = begin + 2 * gradients * clock.usual
         body = page.letters[key].body if key in page.letters else None
         lacking = isinstance(body, m.Report) and any(x.verdict is Verdict.NOT_RECEIVED for x in body.findings)

@@ -47,33 +47,44 @@ from phalanx.core.peer import Own, Peer, compute_case_digest
 from phalanx.core.slowpath import Resolution
 from phalanx.core.transcript import Transcript
 
-_ORDER = {Rule.REPORT: 0, Rule.GRADIENT: 1}
-"""Of accusations, where not all fit the agenda: who does not name those who lie about its part may be taken for one."""
-
-
 # ---- CONFIRM and VOTE
 
 
 def make_confirm(peer: Peer, state: bytes, accusations: list[m.Accusation], *, blind: bool = False) -> m.Confirm:
     view = peer.view
-    digests = []
-    charges = [charge for charge in (*accusations, *peer.charges) if is_kept(view, charge.step, charge.attempt)]
-    for charge in sorted(charges, key=lambda charge: _ORDER.get(charge.rule, 2)):
-        digest = compute_case_digest(charge)
-        peer.cases[digest] = charge
-        digests.append(digest)
+    known = {compute_case_digest(x): x for x in (*accusations, *peer.charges) if is_kept(view, x.step, x.attempt)}
+    peer.cases |= known
+    # Where not all fit the agenda: who does not name those who lie about its part may be taken for one.
+    digests = sorted(
+        (x for x in known if known[x].rule is not Rule.GRADIENT), key=lambda x: known[x].rule != Rule.REPORT
+    )
     digests += [digest for accused, digest in sorted(peer.proofs.items()) if accused in peer.circle]
+    digests = list(dict.fromkeys(digests))[: m.MAX_CASES]
+    peer.charges = [charge for charge in known.values() if charge.rule is Rule.GRADIENT]
+    charges = list_charges(view, peer.charges)[: m.MAX_CASES - len(digests)]
+    digests += [compute_case_digest(charge) for charge in charges]
     absent = {member.key for member in view.suspended}
-    known = {*view.roster, *absent, *view.banned, *(candidate.key for candidate in view.candidates)}
+    here = {*view.roster, *absent, *view.banned, *(candidate.key for candidate in view.candidates)}
     back = sorted(key for key in absent if peer.is_back(key))[: m.MAX_CASES]
-    joins = sorted(key for key in peer.joins if key not in known)
+    joins = sorted(key for key in peer.joins if key not in here)
     if len(joins) > m.MAX_CASES - len(back):  # everybody lists the same ones
         joins.sort(key=lambda key: compute_digest("join", view.randomness, key))
     joins = sorted([*back, *joins[: m.MAX_CASES - len(back)]])
     late = tuple(sorted(key for key in peer.late if key in view.roster))
     timing = peer.clock.watch.read(view.roster)
-    named = tuple(dict.fromkeys(digests))[: m.MAX_CASES]
-    return m.Confirm(state, named, tuple(joins), late, peer.leaving, blind, (), timing)
+    charged = tuple(charge.accused for charge in charges)
+    return m.Confirm(state, tuple(digests), tuple(joins), late, peer.leaving, blind, charged, timing)
+
+
+def list_charges(view: View, charges: Iterable[m.Accusation]) -> list[m.Accusation]:
+    """Gradient charges in the order in which they are to be heard, of no more members than may be guilty.
+
+    The others are brought in the next CONFIRM.
+    """
+    ordered = sorted(charges, key=lambda charge: (charge.step, charge.attempt, charge.accused))
+    accused = [key for key in dict.fromkeys(charge.accused for charge in ordered) if key not in view.banned]
+    heard = {*accused[: max(1, view.bound)], *view.banned}
+    return [charge for charge in ordered if charge.accused in heard]
 
 
 def confirm(peer: Peer, body: m.Confirm, work: float = 0.0) -> Story:
@@ -89,18 +100,27 @@ def confirm(peer: Peer, body: m.Confirm, work: float = 0.0) -> Story:
 def conclude(peer: Peer, state: bytes) -> Story:
     """VOTE if there is something to vote on, decide, and SEAL if the roster changes."""
     config, transcript = peer.config, peer.transcript
-    agenda = make_agenda(config, transcript)
+    agenda = make_agenda(config, transcript, peer.cases)
     while True:
-        if agenda:
-            offenders = yield from vote(peer, agenda)
+        heard = tuple(case for case in agenda if case.round == len(transcript.heard))
+        if heard:
+            offenders = yield from vote(peer, heard)
             if offenders.banned:
                 return (yield from abort(peer, offenders))
         decision = decide(config, transcript, agenda, peer.cases)
-        if not (agenda and decision.wrong and is_stuck(config, peer.view, decision)):
+        if heard and decision.wrong and is_stuck(config, peer.view, decision):
+            yield from wait(peer, decision.removed)  # vote again: evidence that is to be had comes in the end
+            continue
+        more = make_agenda(config, transcript, peer.cases, len(transcript.heard) + 1) if heard else agenda
+        if len(more) == len(agenda):
             break
-        yield from wait(peer, decision.removed)  # vote again: evidence that is to be had comes in the end
-    voted = {case.digest for case in agenda}
-    peer.charges = [charge for charge in peer.charges if compute_case_digest(charge) not in voted]
+        agenda = more  # the next charge of those whose charges are true
+        transcript.heard.append(transcript.phases[Phase.VOTE])
+    done = {case.digest for case in agenda}
+    convicted = decision.banned.keys() - {*peer.view.banned}
+    peer.charges = [
+        charge for charge in peer.charges if compute_case_digest(charge) not in done and charge.accused not in convicted
+    ]
     if not peer.member:
         peer.late.clear()
     view = make_next(config, transcript, decision, peer.level + 1, peer.root)
@@ -223,8 +243,9 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
             {**transcript.phases, phase: resolution.values},
             {**transcript.heights, height: phase},
             randomness=transcript.randomness,
+            heard=transcript.heard,
         )
-        agenda = make_agenda(config, closed)
+        agenda = make_agenda(config, closed, peer.cases, len(closed.heard))
         needed = {case.digest for case in agenda if case.accusers and is_received(config, closed, case)}
         peer.lacking = needed - peer.cases.keys()
         if peer.lacking:

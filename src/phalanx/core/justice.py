@@ -27,6 +27,7 @@ from phalanx.core.membership import (
     Suspect,
     View,
     change_members,
+    compute_hiccup,
     compute_margin,
     find_record,
     find_targets,
@@ -43,10 +44,10 @@ from phalanx.core.messages import MAX_BALLOTS, Phase, Rule, Signed, Verdict
 from phalanx.core.pace import (
     RIFT_STEPS,
     Judgement,
-    find_deadline,
     find_debtors,
     find_estranged,
     find_leak,
+    find_limit,
     judge,
     limit_stay,
     make_pair,
@@ -293,6 +294,10 @@ class Case:
     accusers: tuple[bytes, ...] = ()
     suspect: Suspect | None = None
     part: int | None = None
+    charge: bool = False
+    """Whether it is a gradient charge, heard where its accusers declared it as one."""
+    round: int = 0
+    """In which VOTE of the attempt it is heard."""
 
 
 def make_closing_agenda(view: View) -> tuple[Case, ...]:
@@ -305,7 +310,62 @@ def _make_case(suspect: Suspect) -> Case:
     return Case(compute_digest("suspect", suspect.key, place), suspect=suspect)
 
 
-def make_agenda(config: Config, transcript: Transcript) -> tuple[Case, ...]:
+def make_agenda(config: Config, transcript: Transcript, cases: Cases, rounds: int = 0) -> tuple[Case, ...]:
+    """What is voted on, and in which round, once ``rounds`` VOTEs are over.
+
+    Gradient charges cost everybody a gradient each: of each accuser they are heard one by one, as long as they prove
+    true. All else is heard at once.
+    """
+    agenda = [*_make_first_agenda(config, transcript)]
+    for round_ in range(1, rounds + 1):
+        agenda += _make_later_agenda(config, transcript, cases, agenda, round_)
+    return tuple(agenda)
+
+
+def find_lists(transcript: Transcript) -> dict[bytes, tuple[tuple[bytes, bytes], ...]]:
+    """The gradient charges of each accuser: whom, and the case. One that accuses more than can be guilty has none."""
+    view, share = transcript.view, get_share(transcript)
+    lists = {}
+    for key, letter in transcript.phases[Phase.CONFIRM].items():
+        if isinstance(letter.body, m.Confirm) and letter.body.charged:
+            fits = len(letter.body.accusations) - len(letter.body.charged) < share
+            lists[key] = letter.body.charges if fits and not _accuses_too_many(view, letter.body) else ()
+    return lists
+
+
+def _accuses_too_many(view: View, body: m.Confirm) -> bool:
+    return len({*body.charged} - {*view.banned}) > max(1, view.bound)
+
+
+def _make_later_agenda(
+    config: Config, transcript: Transcript, cases: Cases, agenda: Sequence[Case], round_: int
+) -> list[Case]:
+    """The next charge of each list whose charges so far were all true. Who is convicted is not tried again."""
+    known = {case.digest: case for case in agenda if case.charge}
+    guilty = {x for x, case in known.items() if _find_verdict(config, transcript, case, cases) is Verdict.GUILTY}
+    convicted = {get_accused(cases[digest]) for digest in guilty}
+    accusers: dict[bytes, list[bytes]] = {}
+    for key, charges in find_lists(transcript).items():
+        for accused, digest in charges:
+            if digest not in known and accused not in convicted:
+                accusers.setdefault(digest, []).append(key)
+                break
+            if digest in known and not (digest in guilty and _is_declared(cases[digest], True, accused)):
+                break
+    return [Case(digest, tuple(accusers[digest]), charge=True, round=round_) for digest in sorted(accusers)]
+
+
+def _find_verdict(config: Config, transcript: Transcript, case: Case, cases: Cases) -> Verdict | None:
+    """The verdict on an accusation that was received; None: no majority, or nobody knows what it says."""
+    if not is_received(config, transcript, case):
+        return None
+    charge = cases[case.digest]
+    # Those who accuse vote too: of what is true all honest members may be the accusers.
+    voters = find_voters(transcript, *get_place(charge)) - {get_accused(charge)}
+    return _tally(transcript, case, voters)
+
+
+def _make_first_agenda(config: Config, transcript: Transcript) -> tuple[Case, ...]:
     view = transcript.view
     unshown = {suspect for suspect in find_unshown(config, transcript).values() if suspect.key in view.roster}
     cases = {case.digest: case for case in map(_make_case, (*find_heard(view), *unshown))}
@@ -313,14 +373,25 @@ def make_agenda(config: Config, transcript: Transcript) -> tuple[Case, ...]:
         digest = compute_digest("norms", view.step.to_bytes(8, "little"), part.to_bytes(8, "little"))
         cases[digest] = Case(digest, part=part)
     share = get_share(transcript)
+    charges: dict[bytes, list[bytes]] = {}
+    for key, listed in find_lists(transcript).items():
+        if listed:
+            charges.setdefault(listed[0][1], []).append(key)
+    for digest, keys in charges.items():
+        cases.setdefault(digest, Case(digest, tuple(keys), charge=True))
     accusers: dict[bytes, list[bytes]] = {}
     for key, letter in transcript.phases[Phase.CONFIRM].items():
         if isinstance(letter.body, m.Confirm):
-            for digest in letter.body.accusations[:share]:
+            for digest in _get_plain(letter.body)[:share]:
                 accusers.setdefault(digest, []).append(key)
     for digest, keys in accusers.items():
         cases.setdefault(digest, Case(digest, tuple(keys)))
     return tuple(cases[digest] for digest in sorted(cases))
+
+
+def _get_plain(body: m.Confirm) -> tuple[bytes, ...]:
+    """The accusations that are heard at once."""
+    return body.accusations[: len(body.accusations) - len(body.charged)]
 
 
 def find_heard(view: View) -> list[Suspect]:
@@ -371,8 +442,8 @@ def _find_cut(transcript: Transcript, heard: Mapping[bytes, m.Accusation | m.Pro
     """Members whose whole share of the agenda is liars about their own part, with more accusations to come."""
     view, share, found = transcript.view, get_share(transcript), set()
     for key, letter in transcript.phases[Phase.CONFIRM].items():
-        if isinstance(letter.body, m.Confirm) and len(letter.body.accusations) > share:
-            charges = [heard.get(digest) for digest in letter.body.accusations[:share]]
+        if isinstance(letter.body, m.Confirm) and len(_get_plain(letter.body)) > share:
+            charges = [heard.get(digest) for digest in _get_plain(letter.body)[:share]]
             own = (Rule.REPORT, view.step, view.attempt, (view.roster.index(key),))
             liars = {
                 charge.accused
@@ -412,24 +483,24 @@ def is_received(config: Config, transcript: Transcript, case: Case) -> bool:
 
     As many may lack it as may be out, and attackers may say so. An honest accuser shows it to all others.
     """
-    view, ballots = transcript.view, _ballots(transcript, case.digest)
+    view, ballots = transcript.view, _ballots(transcript, case)
     having = sum(ballots.get(key, Verdict.NOT_RECEIVED) is not Verdict.NOT_RECEIVED for key in view.roster)
     return view.bound < having >= len(view.roster) - view.bound - max(0, compute_margin(config, view))
 
 
-def _ballots(transcript: Transcript, digest: bytes) -> dict[bytes, Verdict]:
+def _ballots(transcript: Transcript, case: Case) -> dict[bytes, Verdict]:
     found = {}
-    for key, letter in transcript.phases.get(Phase.VOTE, {}).items():
+    for key, letter in transcript.get_votes(case.round).items():
         if isinstance(letter.body, m.Vote):
             for ballot in letter.body.ballots:
-                if ballot.case == digest:
+                if ballot.case == case.digest:
                     found[key] = ballot.verdict
     return found
 
 
-def _tally(transcript: Transcript, digest: bytes, voters: set[bytes]) -> Verdict | None:
+def _tally(transcript: Transcript, case: Case, voters: set[bytes]) -> Verdict | None:
     """The verdict of a strict majority, if there is one."""
-    ballots = _ballots(transcript, digest)
+    ballots = _ballots(transcript, case)
     counts = Counter(ballots[key] for key in voters if key in ballots)
     for verdict in (Verdict.GUILTY, Verdict.INNOCENT):
         if 2 * counts[verdict] > len(voters) and counts[verdict] > transcript.view.bound:
@@ -480,12 +551,12 @@ def _decide_votes(
     view = transcript.view
     votes = _get_vote_evidence(transcript)
     acquitted, unshown = [], []
-    verdicts: dict[bytes, Verdict | None] = {}
+    verdicts: dict[tuple[bytes, bool], Verdict | None] = {}
     for case in agenda:
         if case.suspect is not None:
             suspect = case.suspect
             voters = find_voters(transcript, suspect.step, suspect.attempt) - {suspect.key}
-            verdict = _tally(transcript, case.digest, voters)
+            verdict = _tally(transcript, case, voters)
             if verdict is Verdict.GUILTY and suspect.key not in view.banned:
                 left = suspect.key not in view.roster
                 reason = "left, and its gradient was wrong" if left else "its gradient was wrong when all checked it"
@@ -493,46 +564,63 @@ def _decide_votes(
             if verdict is not None or view.step >= config.steps:  # else it is voted on again, as long as it is kept
                 acquitted.append(suspect)
             if config.tolerance is not None and verdict is None:
-                ballots = _ballots(transcript, case.digest)
+                ballots = _ballots(transcript, case)
                 # Right bytes, shown to all, would have cleared it: it shows wrong ones to some.
                 lacking = sum(ballots.get(key) in (Verdict.NOT_RECEIVED, Verdict.GUILTY) for key in voters)
                 if 2 * lacking > len(voters) and not _has_been_out(view, suspect):
                     unshown.append(suspect.key)
         elif case.accusers and is_received(config, transcript, case):
-            charge = cases[case.digest]
-            step, attempt = get_place(charge)
-            # Those who accuse vote too: of what is true all honest members may be the accusers.
-            voters = find_voters(transcript, step, attempt) - {get_accused(charge)}
-            verdicts[case.digest] = _tally(transcript, case.digest, voters)
+            verdicts[case.digest, case.charge] = _find_verdict(config, transcript, case, cases)
     decision.acquitted = tuple(acquitted)
     hidden = {*unshown} & {*view.roster}
     if len(hidden) <= view.bound:  # else it was not they: messages took longer than delta
         for key in hidden:
             decision.remove(key, "did not show its gradient when all asked for it")
     decision.undecided = {
-        key for case in agenda if verdicts.get(case.digest, Verdict.GUILTY) is None for key in case.accusers
+        key
+        for case in agenda
+        if verdicts.get((case.digest, case.charge), Verdict.GUILTY) is None
+        for key in case.accusers
     }
+    named = {(case.digest, case.charge) for case in agenda}
+    convicted = {
+        get_accused(cases[digest])
+        for (digest, charge), verdict in verdicts.items()
+        if charge and verdict is Verdict.GUILTY
+    }
+    lists = find_lists(transcript)
     for key, letter in transcript.phases[Phase.CONFIRM].items():
         if not isinstance(letter.body, m.Confirm):
             continue
-        for digest in letter.body.accusations:
-            if not any(case.digest == digest for case in agenda):
-                break  # beyond its share of the agenda
-            if digest not in verdicts:
+        if _accuses_too_many(view, letter.body):
+            decision.remove(key, "accuses more members than may be Byzantine")
+        said = [(digest, False, b"") for digest in _get_plain(letter.body)]
+        said += [(digest, True, accused) for accused, digest in lists.get(key, ())]
+        for digest, listed, accused in said:
+            # An accusation stands under the same digest where somebody else declared it as a gradient charge.
+            place = (digest, listed or (digest, False) not in named)
+            if place not in named:
+                if listed and accused in convicted:
+                    continue  # it was right, and others were heard first
+                break  # beyond its share of the agenda, or of a list that has ended
+            if place not in verdicts or not _is_declared(cases[digest], listed, accused):
                 decision.remove(key, _UNHEARD)
                 break
-            if verdicts[digest] is Verdict.INNOCENT:
+            verdict = verdicts[place]
+            if verdict is Verdict.INNOCENT:
                 reason = "a false accusation"
                 decision.ban(key, Offence(_get_rule(cases[digest]), view.step, reason, votes, cases[digest]))
                 break
-            if verdicts[digest] is Verdict.GUILTY:
+            if verdict is Verdict.GUILTY:
                 _convict(config, transcript, cases[digest], votes, decision)
-    heard = {digest: cases[digest] for digest in verdicts}
+            elif listed:
+                break
+    heard = {digest: cases[digest] for digest, _ in verdicts}
     for case in agenda:
-        if verdicts.get(case.digest, Verdict.GUILTY) is None:
+        if verdicts.get((case.digest, case.charge), Verdict.GUILTY) is None:
             # All can see the evidence of V1 and agree on it, unless it was kept from some. And one honest member that
             # finds a charge false shows that it was not made in good faith.
-            cleared = Counter(_ballots(transcript, case.digest).values())[Verdict.INNOCENT] > view.bound
+            cleared = Counter(_ballots(transcript, case).values())[Verdict.INNOCENT] > view.bound
             if cleared or _get_rule(heard[case.digest]) is Rule.REPORT:
                 for key in case.accusers:
                     decision.remove(key, _UNHEARD)
@@ -548,6 +636,12 @@ def _decide_votes(
                     decision.ban(key, offence)
 
 
+def _is_declared(case: m.Accusation | m.Proof, listed: bool, accused: bytes) -> bool:
+    """Whether an accusation is what its accuser said it was: a gradient charge, of this member, or none."""
+    gradient = isinstance(case, m.Accusation) and case.rule is Rule.GRADIENT
+    return gradient == listed and (not listed or get_accused(case) == accused)
+
+
 def _has_been_out(view: View, suspect: Suspect) -> bool:
     """Whether a member was suspended since that commit: it may have lost its bytes, and has paid for its absence."""
     place = (suspect.step, suspect.attempt)
@@ -557,7 +651,9 @@ def _has_been_out(view: View, suspect: Suspect) -> bool:
 def _get_vote_evidence(transcript: Transcript) -> tuple[Signed, ...]:
     """Who accused, and who voted how: enough to count again."""
     phases = (transcript.phases.get(phase, {}) for phase in (Phase.CONFIRM, Phase.VOTE))
-    return tuple(letter.message for values in phases for letter in values.values())
+    confirms, last = phases
+    rounds = (confirms, *transcript.heard, last)
+    return tuple(letter.message for values in rounds for letter in values.values())
 
 
 def get_place(charge: m.Accusation | m.Proof) -> tuple[int, int]:
@@ -606,8 +702,7 @@ def _decide_norms(transcript: Transcript, agenda: tuple[Case, ...], decision: De
     distant = [case for case in agenda if case.part is not None]
     if not distant:
         return
-    votes = transcript.phases.get(Phase.VOTE, {})
-    bodies = {key: x.body for key, x in votes.items() if isinstance(x.body, m.Vote)}
+    bodies = {key: x.body for key, x in transcript.get_votes(0).items() if isinstance(x.body, m.Vote)}
     asked = {(owner, case.part) for case in distant for owner in range(len(view.roster)) if case.part is not None}
     unopened = find_unopened(transcript, bodies, asked)
     for key, reason in unopened.removed.items():
@@ -616,7 +711,7 @@ def _decide_norms(transcript: Transcript, agenda: tuple[Case, ...], decision: De
     for case in distant:
         assert case.part is not None
         aggregator = view.roster[case.part]
-        if _tally(transcript, case.digest, set(view.roster) - {aggregator}) is Verdict.GUILTY:
+        if _tally(transcript, case, set(view.roster) - {aggregator}) is Verdict.GUILTY:
             evidence = _get_vote_evidence(transcript)
             decision.ban(aggregator, Offence(Rule.NORMS, view.step, "an aggregate far from everybody", evidence))
             decision.wrong = True
@@ -757,6 +852,8 @@ def _decide_complaints(config: Config, transcript: Transcript, decision: Decisio
 
 def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> None:
     """Who pays for whose time, from what all said in CONFIRM; who owes too much is suspended."""
+    if transcript.view.step >= config.steps:
+        return  # the run is over
     view, roster = transcript.view, transcript.view.roster
     place = {key: i for i, key in enumerate(roster)}
     bodies = [x.body for x in transcript.phases[Phase.CONFIRM].values()]
@@ -767,12 +864,11 @@ def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> 
     decision.late -= {roster[i] for i in found.charges}  # it pays in time: no strike on top
     charges = {roster[i]: charge for i, charge in found.charges.items()}
     debts = settle_debts({x.key: x.count for x in view.debts}, charges, find_leak(pace))
-    deadline, leak = find_deadline(config.delta, config.transfer_time), find_leak(pace)
-    limit = deadline + pace
+    limit, hiccup = find_limit(config.delta, config.transfer_time, pace), round(1000 * compute_hiccup(config))
     gone = {*decision.banned, *decision.removed}
     for key in find_debtors(debts, [key for key in roster if key not in gone], limit, view.bound):
         debt = debts[key]
-        debts[key] = limit_stay(debt, charges.get(key, 0), deadline, limit, leak)
+        debts[key] = limit_stay(debt, charges.get(key, 0), hiccup, limit)
         decision.remove(key, tell_debt(charges.get(key, 0), debt, limit))
         decision.slow.add(key)
     rifts = _find_rifts(transcript, found, decision)

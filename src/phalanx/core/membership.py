@@ -20,7 +20,7 @@ from msgspec import Struct
 from phalanx.core.config import KEPT_STEPS, AutomaticTau, Config
 from phalanx.core.crypto import compute_digest
 from phalanx.core.messages import MAX_CASES, MAX_MEMBERS
-from phalanx.core.pace import find_deadline, find_limit, may_return
+from phalanx.core.pace import find_limit, may_return
 from phalanx.core.randomness import Stream, derive_seed
 
 FORGIVEN = 50
@@ -712,7 +712,12 @@ def _let_in(config: Config, view: View, joins: Collection[bytes], step: int) -> 
 
 def compute_limit(config: Config, view: View) -> int:
     """Milliseconds that a member may owe."""
-    return find_limit(find_deadline(config.delta, config.transfer_time), view.pace)
+    return find_limit(config.delta, config.transfer_time, view.pace)
+
+
+def compute_hiccup(config: Config) -> float:
+    """Seconds that one honest pause can cost without a slow path: as late as a COMMIT may be."""
+    return 4 * config.delta + max(config.gradient_time, config.transfer_time)
 
 
 def _draw_trial_checks(

@@ -28,14 +28,15 @@ member has them with ``b_t`` attackers, and perhaps over one bad line; who has m
 *What is put up with* (:func:`settle_debts`). Charges add up to a debt, which shrinks in each step by a tenth of the
 agreed step. A member that owes more than ``find_limit`` is suspended, and comes back when it owes no more. Debts shrink
 outside as well, so a member that has cost an hour stays away until that hour, too, is a tenth of what the run took
-since. An honest machine that paused once too often is back after ``LONGEST_STAY`` steps (:func:`limit_stay`).
+since. One honest pause costs no more than one deadline; a machine that pauses once too often is back as soon as one
+that is silent too often, after 40 steps at most (:func:`limit_stay`).
 
 What follows, for ``n >= 3 b_t + 1``, while messages arrive within ``delta`` (``tests/core/test_pace.py``):
 
 * An honest member is charged no more than what an honest member saw of its own lateness, beyond twice the median, and
   nothing for what others kept from it; liars can add nothing. Only a claim of its own across a rift costs it more.
 * Whatever ``b_t`` members do, each costs at most the limit, one step beyond it, and from then on a tenth of a step in
-  each step, or one deadline in ``LONGEST_STAY`` steps, on top of twice the median.
+  each step, or one deadline in 40 steps, on top of twice the median.
 
 All numbers are whole milliseconds: everybody computes the same.
 """
@@ -57,8 +58,6 @@ _MOST_EXCUSED = 4
 """Steps' worth of waiting for others that a member may name as its excuse in one step."""
 _GROWTH = (5, 4)
 """The agreed step grows by this factor in one step, no faster: or one long step would make the next one cheap."""
-LONGEST_STAY = 40
-"""Steps that a member stays out at most if no more than one deadline at once has put it over the limit."""
 RIFT_STEPS = 100
 """For how many steps a rift lasts."""
 _BAD_LINES = 1
@@ -122,14 +121,28 @@ class Stopwatch:
     hop: int = 0
     late: dict[bytes, int] = field(default_factory=dict)
     waits: dict[bytes, int] = field(default_factory=dict)
+    _since: tuple[dict[bytes, int], dict[bytes, int]] = field(default_factory=lambda: ({}, {}))
+    """What of these agreed messages have added since the last parts or aggregates."""
 
-    def add(self, roster: Sequence[bytes], lags: Lags, *, again: bool = False, height: bool = True) -> None:
-        """Take the lags of a kind of input. Only agreed messages (``height``) say how long the step takes."""
-        self.step += lags.most if height else 0
+    def add(self, roster: Sequence[bytes], lags: Lags, *, again: bool = False) -> None:
+        """Take the lags of the agreed messages of a height: they say how long the step takes."""
+        self.step += lags.most
         self.rounds += lags.most if again else 0
-        for total, numbers in ((self.late, lags.late), (self.waits, lags.waits)):
+        for total, since, numbers in zip((self.late, self.waits), self._since, (lags.late, lags.waits), strict=True):
             for place, lag in numbers.items():
-                total[roster[place]] = total.get(roster[place], 0) + lag
+                for table in (total, since):
+                    table[roster[place]] = table.get(roster[place], 0) + lag
+
+    def begin(self) -> None:
+        """From now on parts, or aggregates, are under way as well."""
+        self._since = ({}, {})
+
+    def add_inputs(self, roster: Sequence[bytes], lags: Lags) -> None:
+        """Take the lags of what was under way since :meth:`begin`, as far as messages were not as late meanwhile."""
+        for total, since, numbers in zip((self.late, self.waits), self._since, (lags.late, lags.waits), strict=True):
+            for place, lag in numbers.items():
+                more = max(0, lag - since.get(roster[place], 0))
+                total[roster[place]] = total.get(roster[place], 0) + more
 
     def read(self, roster: Sequence[bytes]) -> Timing:
         """What to say in CONFIRM."""
@@ -188,14 +201,9 @@ def find_leak(pace: int) -> int:
     return pace // SHARE
 
 
-def find_deadline(delta: float, transfer_time: float) -> int:
-    """What one honest hiccup can cost."""
-    return int(1000 * (4 * delta + transfer_time))
-
-
-def find_limit(deadline: int, pace: int) -> int:
+def find_limit(delta: float, transfer_time: float, pace: int) -> int:
     """What one member may owe: one message at its deadline, and a step."""
-    return deadline + pace
+    return int(1000 * (4 * delta + transfer_time)) + pace
 
 
 # ---- Whose fault it is
@@ -225,14 +233,17 @@ def judge(reading: Reading, pace: int, rifts: Collection[Pair], claims: Collecti
                 fresh.add(make_pair(key, other))
             excused -= excuses[other]
     cost = min(reading.rounds, pace)  # no more, since others may draw it out
+    paying: set[int] = set()
     for namer, named in sorted(claims):
         pair = make_pair(namer, named)
         if namer == named or reading.late[named] > grace:  # an honest member saw that it was late
-            charges[named] = charges.get(named, 0) + cost
+            paying.add(named)
         elif pair in rifts:  # all but a few have had in time what it says is missing
-            charges[namer] = charges.get(namer, 0) + cost
+            paying.add(namer)
         else:
             fresh.add(pair)
+    for key in paying:
+        charges[key] = charges.get(key, 0) + cost
     return Judgement(charges, frozenset(fresh))
 
 
@@ -289,9 +300,12 @@ def find_debtors(debts: Mapping[bytes, int], roster: Collection[bytes], limit: i
     return tuple(over[:bound])
 
 
-def limit_stay(debt: int, charge: int, deadline: int, limit: int, leak: int) -> int:
-    """What a member owes once it is suspended for it. One hiccup too many keeps it out for ``LONGEST_STAY`` steps."""
-    return min(debt, limit + LONGEST_STAY * leak) if charge <= deadline else debt
+def limit_stay(debt: int, charge: int, hiccup: int, limit: int) -> int:
+    """What a member owes once it is suspended for it: beyond the limit only what no honest pause can have cost.
+
+    Who pauses too often stays away as long as who is silent too often does: an absence is counted for either.
+    """
+    return min(debt, limit + max(0, charge - hiccup))
 
 
 def may_return(debt: int, limit: int) -> bool:

@@ -81,6 +81,7 @@ def run_attempt(peer: Peer) -> Story:
     body = m.Commit(own.roots.get(view.attempt) if peer.contributes else None, hidden, view.digest)
     yield from agree(peer, Phase.COMMIT, body, work=config.gradient_time + find_arrival_time(config, view))
     peer.clock.committed = peer.time
+    peer.clock.watch.begin()
     yield from settle_view(peer)
     yield from find_way_back(peer)
     yield from keep_silent_without_parts(peer, own)
@@ -113,6 +114,7 @@ def run_attempt(peer: Peer) -> Story:
     if peer.member:
         note_parts(peer, requests, opened_at)
     aggregated_at = peer.time
+    peer.clock.watch.begin()
 
     # REVEAL: the shares make the randomness of the next step, unknown to all until now.
     yield from ask_early(peer)

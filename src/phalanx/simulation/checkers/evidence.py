@@ -210,16 +210,21 @@ def _judge(config: Config, transcript: Transcript, shown: Iterable[Charge]) -> D
     majority of honest ones, and accusers without one are not banned.
     """
     phases, roster = transcript.phases, transcript.view.roster
-    if Phase.CONFIRM not in phases or any({*values} != {*roster} for values in phases.values()):
+    if Phase.CONFIRM not in phases or any({*values} != {*roster} for values in (*phases.values(), *transcript.heard)):
         return None
-    chain = [x for x in (transcript.reports, phases[Phase.CONFIRM], phases.get(Phase.VOTE)) if x is not None]
+    votes = (*transcript.heard, phases.get(Phase.VOTE))
+    chain = [x for x in (transcript.reports, phases[Phase.CONFIRM], *votes) if x is not None]
     for before, after in pairwise(chain):
         root = compute_values_root(roster, before)
         if any(letter.message.previous != root for letter in after.values()):
             return None
     if any(find_offenders(config, transcript, phase).banned for phase in phases):
         return None
-    agenda, cases = make_agenda(config, transcript), {compute_case_digest(case): case for case in shown}
+    cases = {compute_case_digest(case): case for case in shown}
+    try:
+        agenda = make_agenda(config, transcript, cases, len(transcript.heard))
+    except KeyError:  # a case is left out
+        return None
     needed = {case.digest for case in agenda if case.accusers and is_received(config, transcript, case)}
     if (agenda and Phase.VOTE not in phases) or needed - cases.keys():
         return None
@@ -234,17 +239,20 @@ def _follows(decision: Decision | None, event: Banned) -> bool:
 
 def _read_phases(config: Config, examiner: Examiner, view: View, event: Banned) -> Transcript:
     """What members said in this attempt, phase by phase; nothing of whoever is shown to have said two things."""
-    said: dict[Phase, dict[bytes, list[Letter]]] = {}
+    said: dict[tuple[Phase, int], dict[bytes, list[Letter]]] = {}
     for message in event.evidence:
         letter = examiner.examine(message)
         here = message.domain is Domain.AGREED and (message.step, message.attempt) == (view.step, view.attempt)
         if letter is not None and here and message.phase in _WEIGHED:
-            said.setdefault(message.phase, {}).setdefault(message.sender, []).append(letter)
-    phases = {
-        phase: {key: values[key][0] for key in view.roster if len({x.digest for x in values.get(key, ())}) == 1}
-        for phase, values in said.items()
+            height = message.height if message.phase is Phase.VOTE else 0  # there may be several rounds of it
+            said.setdefault((message.phase, height), {}).setdefault(message.sender, []).append(letter)
+    found = {
+        place: {key: values[key][0] for key in view.roster if len({x.digest for x in values.get(key, ())}) == 1}
+        for place, values in sorted(said.items())
     }
-    return Transcript(view, compute_duties(config, view), phases)
+    rounds = [values for (phase, _), values in found.items() if phase is Phase.VOTE]
+    phases = {phase: values for (phase, _), values in found.items()}
+    return Transcript(view, compute_duties(config, view), phases, heard=rounds[:-1])
 
 
 def _is_voted(config: Config, examiner: Examiner, view: View, event: Banned, shown: Iterable[Charge]) -> bool:
@@ -313,8 +321,11 @@ def _list_suspects(config: Config, view: View) -> list[Suspect]:
 
 def _read_ballots(examiner: Examiner, view: View, event: Banned) -> dict[bytes, dict[bytes, Verdict]]:
     """How members voted in this attempt, by voter and case."""
-    bodies = _read_bodies(examiner, view, event)
-    return {key: {x.case: x.verdict for x in body.ballots} for key, body in bodies if isinstance(body, m.Vote)}
+    found: dict[bytes, dict[bytes, Verdict]] = {}
+    for key, body in _read_bodies(examiner, view, event):
+        if isinstance(body, m.Vote):
+            found.setdefault(key, {}).update({x.case: x.verdict for x in body.ballots})
+    return found
 
 
 def _find_accusers(examiner: Examiner, view: View, event: Banned, digest: bytes) -> set[bytes]:

@@ -238,7 +238,8 @@ class Accusers(Checker):
                     continue
                 ballots = [
                     ballot.verdict
-                    for key, vote in transcript.phases.get(Phase.VOTE, {}).items()
+                    for votes in (*transcript.heard, transcript.phases.get(Phase.VOTE, {}))
+                    for key, vote in votes.items()
                     if key != case.accused and isinstance(vote.body, m.Vote)
                     for ballot in vote.body.ballots
                     if ballot.case == digest
