@@ -14,19 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.core.messages import NOTHING, Timing
 from phalanx.core.pace import (
-    NOTHING,
     RIFT_STEPS,
     Lags,
     Pair,
     Stopwatch,
-    Timing,
     find_debtors,
     find_estranged,
     find_leak,
     find_limit,
     find_opening,
+    find_relays,
     judge,
+    limit_stay,
     make_pair,
     may_return,
     measure,
@@ -86,10 +87,11 @@ def test_at_most_bound_members_are_late_and_each_was_waited_for(offsets: dict[in
     assert hopped == {key: wait - 300 for key, wait in lags.waits.items() if wait > 300}
 
 
-def test_parts_are_opened_once_most_are_here_at_four_times_the_median() -> None:
+def test_parts_are_asked_for_once_most_are_here_and_then_opened() -> None:
     assert find_opening([0, 50, 50, 60], 6, 1, PACE) is None
-    assert find_opening([0, 50, 50, 50, 60], 6, 1, PACE) == 4 * 50 + 100
-    assert find_opening([0, 1, 1, 1, 900], 6, 1, PACE) == 900 + 100
+    assert find_opening([0, 50, 50, 50, 60], 6, 1, PACE) == (60 + 4 * 50, 60 + 8 * 50)
+    assert find_opening([0, 1, 1, 1, 900], 6, 1, PACE) == (900 + 100, 900 + 200)
+    assert find_opening([0, 50, 50, 50, 60], 6, 1, 0) is None, "nobody knows the pace yet"
 
 
 # ---- Timing
@@ -100,9 +102,17 @@ def test_a_stopwatch_adds_up_and_says_nothing_of_nobody() -> None:
     assert watch.read(roster) == NOTHING
     watch.add(roster, Lags(100, {2: 7}, {1: 3, 2: 9}))
     watch.add(roster, Lags(40, {2: 1}, {2: 1}), again=True)
-    watch.add(roster, Lags(999, {}, {}), height=False)
     assert watch.read(roster) == Timing(140, 40, 0, (0, 0, 8), (0, 3, 10))
     assert watch.read((b"c", b"d")) == Timing(140, 40, 0, (8, 0), (10, 0))
+
+
+def test_parts_count_only_where_messages_were_not_as_late_meanwhile() -> None:
+    watch, roster = Stopwatch(), (b"a", b"b", b"c")
+    watch.add(roster, Lags(0, {1: 500}, {}))
+    watch.begin()
+    watch.add(roster, Lags(0, {1: 300, 2: 300}, {2: 350}))
+    watch.add_inputs(roster, Lags(0, {1: 320, 2: 200}, {1: 40, 2: 350}))
+    assert watch.read(roster) == Timing(0, 0, 0, (0, 820, 300), (0, 40, 350))
 
 
 @pytest.mark.parametrize(
@@ -164,71 +174,71 @@ def test_the_pace_falls_at_once_and_grows_slowly() -> None:
 
 def test_who_is_late_to_all_is_charged_whatever_it_says() -> None:
     timings = [say(7, {6: 900}, {6: 950}) for _ in range(6)] + [say(7)]
-    found = judge(read_timings(timings, 2), PACE, (), ())
+    found = judge(read_timings(timings, 2), 2, PACE, (), ())
     assert (found.charges, found.rifts) == ({6: 900}, frozenset())
 
 
 def test_a_victim_is_not_charged_and_stands_apart_from_whom_it_names() -> None:
     timings = [say(7, {0: 300}, {0: 350}) for _ in range(7)]
     timings[0] = say(7, {6: 280}, {6: 400})
-    found = judge(read_timings(timings, 2), PACE, (), ())
+    found = judge(read_timings(timings, 2), 2, PACE, (), ())
     assert (found.charges, found.rifts) == ({}, frozenset({(0, 6)}))
 
 
 def test_nobody_is_excused_across_a_rift() -> None:
     timings = [say(7, {0: 300}, {0: 350}) for _ in range(7)]
     timings[0] = say(7, {6: 280}, {6: 400})
-    assert judge(read_timings(timings, 2), PACE, {(0, 6)}, ()).charges == {0: 300}
+    assert judge(read_timings(timings, 2), 2, PACE, {(0, 6)}, ()).charges == {0: 300}
 
 
 def test_what_all_waited_for_is_no_excuse() -> None:
     timings = [say(7, {0: 300}, {0: 350, 6: 400}) for _ in range(7)]
     timings[0] = say(7, None, {6: 420})
-    assert judge(read_timings(timings, 2), PACE, (), ()).charges == {0: 300}
+    assert judge(read_timings(timings, 2), 2, PACE, (), ()).charges == {0: 300}
 
 
 def test_a_wait_that_may_be_chance_is_no_excuse() -> None:
     timings = [say(7, {0: 300}) for _ in range(7)]
     timings[0] = say(7, None, dict.fromkeys(range(1, 7), HOP))
-    assert judge(read_timings(timings, 2), PACE, (), ()).charges == {0: 300}
+    assert judge(read_timings(timings, 2), 2, PACE, (), ()).charges == {0: 300}
 
 
 def test_an_excuse_is_limited() -> None:
     timings = [say(7, {0: 50_000}) for _ in range(7)]
     timings[0] = say(7, None, {1: 50_000})
-    assert judge(read_timings(timings, 2), PACE, (), ()).charges == {0: 46_000}
+    assert judge(read_timings(timings, 2), 2, PACE, (), ()).charges == {0: 46_000}
 
 
 def test_who_is_late_to_others_too_needs_no_rift() -> None:
     timings = [say(7, {0: 300, 6: 500}, {6: 100}) for _ in range(7)]
     timings[0] = say(7, {6: 500}, {6: 600})
-    found = judge(read_timings(timings, 2), PACE, (), ())
+    found = judge(read_timings(timings, 2), 2, PACE, (), ())
     assert (found.charges, found.rifts) == ({6: 500}, frozenset())
 
 
 def test_only_as_many_rifts_as_an_excuse_needs() -> None:
     timings = [say(7, {0: 300}) for _ in range(7)]
     timings[0] = say(7, None, {1: 200, 2: 400, 3: 90})
-    assert judge(read_timings(timings, 2), PACE, (), ()).rifts == {(0, 2)}
+    assert judge(read_timings(timings, 2), 2, PACE, (), ()).rifts == {(0, 2)}
 
 
 def test_a_claim_makes_a_rift_and_across_one_it_costs_the_namer() -> None:
     timings = [msgspec.structs.replace(say(7), rounds=250) for _ in range(7)]
     reading = read_timings(timings, 2)
-    first = judge(reading, PACE, (), {(5, 1)})
+    first = judge(reading, 2, PACE, (), {(5, 1)})
     assert (first.charges, first.rifts) == ({}, frozenset({(1, 5)}))
-    assert judge(reading, PACE, first.rifts, {(5, 1)}).charges == {5: 250}
+    assert judge(reading, 2, PACE, first.rifts, {(5, 1)}).charges == {5: 250}
 
 
 def test_a_claim_against_who_was_late_costs_that_one_and_never_more_than_a_step() -> None:
     timings = [msgspec.structs.replace(say(7, {1: 500}), rounds=40_000) for _ in range(7)]
-    found = judge(read_timings(timings, 2), PACE, (), {(5, 1)})
+    found = judge(read_timings(timings, 2), 2, PACE, (), {(5, 1)})
     assert (found.charges, found.rifts) == ({1: 500 + PACE}, frozenset())
 
 
 def test_who_misses_its_own_part_pays() -> None:
     timings = [msgspec.structs.replace(say(7), rounds=250) for _ in range(7)]
-    assert judge(read_timings(timings, 2), PACE, (), {(5, 5)}).charges == {5: 250}
+    assert judge(read_timings(timings, 2), 2, PACE, (), {(5, 5)}).charges == {5: 250}
 
 
 @given(st.data(), st.integers(1, 3))
@@ -242,7 +252,7 @@ def test_liars_alone_never_make_an_honest_member_pay(data: st.DataObject, bound:
         timings[liar] = msgspec.structs.replace(say(count, late, waits, data.draw(st.integers(0, 9**9))), rounds=9**9)
     pairs = st.tuples(st.integers(0, bound - 1), st.integers(0, count - 1))
     rifts = {make_pair(*pair) for pair in data.draw(st.sets(pairs))}
-    found = judge(read_timings(timings, bound), PACE, rifts, data.draw(st.sets(pairs)))
+    found = judge(read_timings(timings, bound), bound, PACE, rifts, data.draw(st.sets(pairs)))
     assert all(key < bound for key in found.charges)
     assert all(pair[0] < bound for pair in found.rifts)
 
@@ -251,18 +261,28 @@ def test_liars_alone_never_make_an_honest_member_pay(data: st.DataObject, bound:
 
 
 def test_who_stands_apart_from_more_than_bound_is_slow_itself() -> None:
-    assert find_estranged({(0, 5), (1, 5), (2, 5)}, 2) == ()
-    assert find_estranged({(0, 5), (1, 5), (2, 5), (3, 5)}, 2) == (5,)
+    assert find_estranged({(0, 5), (1, 5), (2, 5)}, 2) == frozenset()
+    assert find_estranged({(0, 5), (1, 5), (2, 5), (3, 5)}, 2) == {5}
 
 
 def test_attackers_that_all_stand_apart_from_all_take_nobody_along() -> None:
     rifts = {(honest, liar) for honest in range(10) for liar in (10, 11, 12)}
-    assert find_estranged(rifts, 3) == (10, 11, 12)
-    assert find_estranged(rifts | {(0, 1)}, 3) == (10, 11, 12)
+    assert find_estranged(rifts, 3) == {10, 11, 12}
+    assert find_estranged(rifts | {(0, 1)}, 3) == {10, 11, 12}
 
 
 def test_rifts_between_all_are_the_weather() -> None:
-    assert find_estranged({(a, b) for a in range(8) for b in range(a)}, 2) is None
+    assert find_estranged({(a, b) for a in range(8) for b in range(a)}, 2) == frozenset()
+
+
+def test_who_stands_apart_from_many_pays_for_what_others_name_and_is_not_excused() -> None:
+    rifts = {(place, 6) for place in range(1, 5)}
+    timings = [say(7, {0: 300}, {0: 350}) for _ in range(7)]
+    timings[0] = say(7, {6: 280}, {6: 400})
+    assert judge(read_timings(timings, 2), 2, PACE, rifts, ()).charges == {6: 300}
+    timings = [say(7, {6: 300}, {6: 350}) for _ in range(7)]
+    timings[6] = say(7, {0: 280}, {0: 400})
+    assert judge(read_timings(timings, 2), 2, PACE, rifts, ()).charges == {6: 300}
 
 
 # ---- Debts
@@ -276,8 +296,22 @@ def test_debtors_are_members_and_the_worst_come_first() -> None:
     debts = {b"a": 9100, b"b": 9200, b"c": 9000, b"d": 99_000}
     assert find_debtors(debts, (b"a", b"b", b"c"), 9000, 3) == (b"b", b"a")
     assert find_debtors(debts, (b"a", b"b", b"c"), 9000, 1) == (b"b",)
-    assert [may_return(debt, 9000) for debt in (4500, 4501)] == [True, False]
+    assert [may_return(debt, 9000) for debt in (9000, 9001)] == [True, False]
     assert "9.1 s in all" in tell_debt(300, 9100, 9000)
+
+
+def test_an_honest_pause_is_sat_out_like_an_absence_and_more_in_full() -> None:
+    assert limit_stay(17_000, 9_000, 10_000, 9_000) == 9_000
+    assert limit_stay(17_000, 12_000, 10_000, 9_000) == 11_000
+    assert limit_stay(9_100, 50_000, 10_000, 9_000) == 9_100
+
+
+def test_more_honest_members_than_liars_stand_between_two() -> None:
+    roster = [bytes([key]) for key in range(9)]
+    relays = find_relays(roster, roster[7], roster[1], 2)
+    assert relays == find_relays(roster, roster[1], roster[7], 2)
+    assert len(relays) == 5
+    assert not {roster[1], roster[7]} & {*relays}
 
 
 # ---- All of it in a model of time
@@ -391,12 +425,9 @@ class Model:
                     came[r][a] = min(came[r][a], passed[0] + LINK)
         return came
 
-    def note(self, watches: dict[int, Stopwatch], came: dict[int, dict[int, int]], **options: bool) -> None:
-        bound, count = self.crew.bound, self.crew.members
-        for r, watch in watches.items():
-            offsets = {key: max(0, time - self.ready[r]) for key, time in came[r].items()}
-            lags = measure(offsets, bound, HOP)
-            watch.add([bytes([key]) for key in range(count)], lags, **options)
+    def measure(self, came: dict[int, dict[int, int]]) -> dict[int, Lags]:
+        offsets = {r: {key: max(0, time - self.ready[r]) for key, time in came[r].items()} for r in self.honest}
+        return {r: measure(offsets[r], self.crew.bound, HOP) for r in self.honest}
 
     def agree(self, watches: dict[int, Stopwatch], phase: str, sent: dict[int, int]) -> None:
         """A height: complete when all is here, or when those who are ahead have answered.
@@ -408,7 +439,8 @@ class Model:
         first = min(max(sent[r], *came[r].values()) for r in self.honest)
         for r in self.honest:
             came[r] = {key: min(time, max(first + answer, sent.get(key, 0) + LINK)) for key, time in came[r].items()}
-        self.note(watches, came)
+        for r, lags in self.measure(came).items():
+            watches[r].add([bytes([key]) for key in range(self.crew.members)], lags)
         self.ready = {r: max(sent[r], *came[r].values()) for r in self.honest}
 
     def run(self, step: int) -> None:
@@ -422,13 +454,17 @@ class Model:
         for r in self.honest:
             offsets = [0, *(time - self.ready[r] for time in came[r].values())]
             most = sorted(offsets)[: len(offsets) - bound]
-            patience = find_opening(most, len(offsets), bound, self.pace)
-            assert patience is not None
+            opening = find_opening(most, len(offsets), bound, max(1, self.pace))
+            assert opening is not None
+            patience = opening[1]
             claims |= {(r, a) for a in self.liars if came[r][a] - self.ready[r] > patience}
             done[r] = min(max(came[r].values()), self.ready[r] + patience)
-        opened = {key for _, key in claims}
-        self.note(watches, came, height=False)
+        opened, parts = {key for _, key in claims}, self.measure(came)
+        for watch in watches.values():
+            watch.begin()
         self.agree(watches, "aggregate", done)
+        for r, watch in watches.items():
+            watch.add_inputs([bytes([key]) for key in range(count)], parts[r])
         if opened:  # at once, or the opening is late to all
             late = max(crew.offset(a, "parts", 0) if crew.style in ("deadlines", "parts") else 20 for a in opened)
             for watch in watches.values():
@@ -453,11 +489,10 @@ class Model:
         found = judge(reading, crew.bound, self.pace, self.rifts, claims)
         self.rifts |= dict.fromkeys(found.rifts, step)
         charges = {roster[key]: charge for key, charge in found.charges.items() if key not in self.out}
-        self.debts = settle_debts(self.debts, charges, find_leak(self.pace, crew.bound))
+        self.debts = settle_debts(self.debts, charges, find_leak(self.pace))
         limit = find_limit(DELTA, TRANSFER, self.pace)
         here = [roster[key] for key in range(count) if key not in self.out]
         gone = {key[0] for key in find_debtors(self.debts, here, limit, crew.bound)}
-        gone |= set(find_estranged([pair for pair in self.rifts if not gone & {*pair}], crew.bound) or ())
         assert not gone & set(self.honest), (step, gone, found, reading)
         self.out |= gone
         self.rifts = {pair: since for pair, since in self.rifts.items() if not set(pair) & self.out}

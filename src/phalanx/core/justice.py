@@ -43,9 +43,7 @@ from phalanx.core.membership import (
 from phalanx.core.messages import MAX_BALLOTS, Phase, Rule, Signed, Verdict
 from phalanx.core.pace import (
     RIFT_STEPS,
-    Judgement,
     find_debtors,
-    find_estranged,
     find_leak,
     find_limit,
     judge,
@@ -72,7 +70,6 @@ LEFT = "left"
 """The reason of a removal that the member itself asked for."""
 LATE = "late too often"
 _UNHEARD = "accused without evidence"
-_APART = "slow to more members than may be Byzantine, or they to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -796,17 +793,15 @@ def _decide_states(transcript: Transcript, decision: Decision) -> None:
 
 
 def find_complaints(config: Config, transcript: Transcript) -> tuple[list[Complaint], frozenset[bytes]]:
-    """Who named whom where only the two of them can be to blame; and who was late.
+    """Tolerant: who named whom where only the two of them can be to blame; and who was late.
 
     A member that more than ``bound`` name was late to an honest one, and one that names more than ``bound`` was itself
     cut off: each earns one strike, and nobody else is drawn into it. If more are late than can be Byzantine, ``delta``
-    did not hold.
+    did not hold. Parts that are missing are paid for in time (:func:`_decide_pace`).
     """
-    view, found = transcript.view, []
-    for key, letter in transcript.phases.get(Phase.AGGREGATE, {}).items():
-        if isinstance(letter.body, m.Aggregate):
-            found += [Complaint(view.step, key, view.roster[i]) for i in letter.body.missing]
-    found += [Complaint(view.step, *pair) for pair in find_unshown(config, transcript) if pair[1] in view.roster]
+    view = transcript.view
+    unshown = (pair for pair in find_unshown(config, transcript) if pair[1] in view.roster)
+    found = [Complaint(view.step, *pair) for pair in unshown]
     late = _find_quarrellers(view, found)
     if len(late) > view.bound:
         return [], frozenset()
@@ -860,8 +855,7 @@ def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> 
     reading = read_timings([x.timing if isinstance(x, m.Confirm) else m.NOTHING for x in bodies], view.bound)
     pace = move_pace(view.pace, reading.step)
     apart = {make_pair(place[rift.one], place[rift.other]) for rift in view.rifts}
-    found = judge(reading, pace, apart, _find_claims(transcript))
-    decision.late -= {roster[i] for i in found.charges}  # it pays in time: no strike on top
+    found = judge(reading, view.bound, pace, apart, _find_claims(transcript))
     charges = {roster[i]: charge for i, charge in found.charges.items()}
     debts = settle_debts({x.key: x.count for x in view.debts}, charges, find_leak(pace))
     limit, hiccup = find_limit(config.delta, config.transfer_time, pace), round(1000 * compute_hiccup(config))
@@ -871,27 +865,13 @@ def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> 
         debts[key] = limit_stay(debt, charges.get(key, 0), hiccup, limit)
         decision.remove(key, tell_debt(charges.get(key, 0), debt, limit))
         decision.slow.add(key)
-    rifts = _find_rifts(transcript, found, decision)
-    known = {*roster, *(x.key for x in view.suspended)} - {*decision.banned, *view.banned}
-    owed = tuple(Count(key, debt) for key, debt in sorted(debts.items()) if key in known)
-    decision.pace = Pace(pace, owed, rifts)
-
-
-def _find_rifts(transcript: Transcript, found: Judgement, decision: Decision) -> tuple[Rift, ...]:
-    """The rifts from now on; a member with more of them than may be Byzantine goes."""
-    view, roster = transcript.view, transcript.view.roster
     gone = {*decision.banned, *decision.removed}
     old = [rift for rift in view.rifts if rift.step > view.step - RIFT_STEPS]
     new = [Rift(view.step, roster[one], roster[other]) for one, other in sorted(found.rifts) if one != other]
-    rifts = [rift for rift in (*old, *new) if rift.one not in gone and rift.other not in gone]
-    place = {key: i for i, key in enumerate(roster)}
-    estranged = find_estranged({make_pair(place[x.one], place[x.other]) for x in rifts}, view.bound)
-    if estranged is None:  # it was the weather
-        return ()
-    for i in estranged:
-        decision.remove(roster[i], _APART)
-        decision.slow.add(roster[i])
-    return tuple(x for x in rifts if not {x.one, x.other} & {roster[i] for i in estranged})
+    rifts = tuple(rift for rift in (*old, *new) if rift.one not in gone and rift.other not in gone)
+    known = {*roster, *(x.key for x in view.suspended)} - {*decision.banned, *view.banned}
+    owed = tuple(Count(key, debt) for key, debt in sorted(debts.items()) if key in known)
+    decision.pace = Pace(pace, owed, rifts)
 
 
 def _find_claims(transcript: Transcript) -> set[tuple[int, int]]:

@@ -23,7 +23,7 @@ slow, and nobody knows which. Such a pair gets a *rift*: from then on ``b_t + 1`
 the two (they forward to each what the other sends, and parts are opened at once), so whatever is late is late to all of
 these, and vouched for. Hence nothing that passes a rift excuses anybody, and who still says that it misses what came
 over one pays for the round that this takes. Rifts cost bytes, not time, so the first occasion is enough. But an honest
-member has them with ``b_t`` attackers, and perhaps over one bad line; who has more is slow itself.
+member has them with ``b_t`` attackers, and perhaps over one bad line; who has more pays for what follows itself.
 
 *What is put up with* (:func:`settle_debts`). Charges add up to a debt, which shrinks in each step by a tenth of the
 agreed step. A member that owes more than ``find_limit`` is suspended, and comes back when it owes no more. Debts shrink
@@ -218,19 +218,24 @@ class Judgement:
     """New ones."""
 
 
-def judge(reading: Reading, pace: int, rifts: Collection[Pair], claims: Collection[Pair]) -> Judgement:
-    """Charges and new rifts. ``claims`` are pairs of who says that it misses a part or an aggregate, and whose."""
-    grace = pace // SHARE
+def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], claims: Collection[Pair]) -> Judgement:
+    """Charges and new rifts. ``claims`` are pairs of who says that it misses a part or an aggregate, and whose.
+
+    A member that has rifts with more members than may be Byzantine pays for what lies between it and others.
+    """
+    grace, estranged = pace // SHARE, find_estranged(rifts, bound)
     charges, fresh = dict[int, int](), set[Pair]()
     for key, vouched in enumerate(reading.late):
-        excuses = _find_excuses(reading, key, rifts) if vouched > grace else {}
+        excuses = _find_excuses(reading, key, rifts) if vouched > grace and key not in estranged else {}
         excused = min(sum(excuses.values()), _MOST_EXCUSED * pace, vouched)
         if vouched > excused:
-            charges[key] = vouched - excused
+            charges[key] = charges.get(key, 0) + vouched - excused
         for other in sorted(excuses, key=lambda other: (-excuses[other], other)):
             # No more than are needed, and none where an honest member saw whose fault it is: a rift counts for both.
             if excused > 0 and reading.late[other] <= grace:
                 fresh.add(make_pair(key, other))
+                if other in estranged:
+                    charges[other] = charges.get(other, 0) + min(excused, excuses[other])
             excused -= excuses[other]
     cost = min(reading.rounds, pace)  # no more, since others may draw it out
     paying: set[int] = set()
@@ -240,6 +245,8 @@ def judge(reading: Reading, pace: int, rifts: Collection[Pair], claims: Collecti
             paying.add(named)
         elif pair in rifts:  # all but a few have had in time what it says is missing
             paying.add(namer)
+        elif {namer, named} & estranged:
+            paying |= {namer, named} & estranged
         else:
             fresh.add(pair)
     for key in paying:
@@ -264,13 +271,12 @@ def find_relays(roster: Sequence[bytes], one: bytes, other: bytes, bound: int) -
     return tuple(between)[: 2 * bound + 1]
 
 
-def find_estranged(rifts: Collection[Pair], bound: int) -> tuple[int, ...] | None:
-    """Members with rifts to more members than may be Byzantine, the worst first; None: there are too many of them.
+def find_estranged(rifts: Collection[Pair], bound: int) -> frozenset[int]:
+    """Members with rifts to more members than may be Byzantine; nobody, if these are too many themselves.
 
-    Then it was no member, messages took longer than ``delta``; and all rifts are to be forgotten. Rifts of those who go
-    for their debts do not count: they may name whom they like.
+    Then it was no member: messages took longer than usual.
     """
-    left, found = {pair for pair in rifts if pair[0] != pair[1]}, list[int]()
+    left, found = {pair for pair in rifts if pair[0] != pair[1]}, set[int]()
     while True:
         counts = dict[int, int]()
         for pair in left:
@@ -278,10 +284,10 @@ def find_estranged(rifts: Collection[Pair], bound: int) -> tuple[int, ...] | Non
                 counts[key] = counts.get(key, 0) + 1
         worst = max(counts, key=lambda key: (counts[key], -key), default=None)
         if worst is None or counts[worst] <= bound + _BAD_LINES:
-            return tuple(found)
+            return frozenset(found)
         if len(found) == bound:
-            return None
-        found.append(worst)
+            return frozenset()
+        found.add(worst)
         left = {pair for pair in left if worst not in pair}
 
 
