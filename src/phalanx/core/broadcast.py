@@ -184,11 +184,11 @@ def join_slow_path(peer: Peer) -> Story:
             alarm = None
         alarm = alarm or _gather_timeouts(peer, epoch, height)
         if alarm is not None and height not in epoch.settled:
-            start, peer.join = peer.now, None
+            start, peer.join, peer.frozen = peer.now, None, peer.time
             try:
                 epoch, height = yield from slow(peer, epoch, height, alarm)
             finally:
-                peer.join = join_slow_path
+                peer.join, peer.frozen = join_slow_path, None
             peer.alarms.pop(height, None)
             epoch.settled.add(height)
             peer.pause(peer.now - start)

@@ -138,7 +138,9 @@ class Peer:
         self.paused = 0.0
         """Seconds spent in slow paths: no deadline runs meanwhile."""
         self.time = 0.0
-        """The clock of the fast path: it stands still in slow paths."""
+        """The clock of the fast path: when a slow path is over, it goes on from where that began."""
+        self.frozen: float | None = None
+        """In a slow path, when it began."""
         self.config, self.key, self.run, self.examiner = config, key, config.run, examiner
         self.wire = WIRE_TYPES[config.wire]
         self.now = 0.0
@@ -354,6 +356,11 @@ class Peer:
 
     # ---- Receiving
 
+    @property
+    def stamp(self) -> float:
+        """When something came, on the clock of the fast path."""
+        return self.time if self.frozen is None else self.frozen
+
     def pause(self, seconds: float) -> None:
         """Leave a slow path: what it took does not count."""
         self.paused += seconds
@@ -422,7 +429,7 @@ class Peer:
         if domain is Domain.AGREED:
             page = self.pages.get(height) or self.page(height)
             if page.add(letter):
-                page.times.setdefault(message.sender, self.time)
+                page.times.setdefault(message.sender, self.stamp)
                 self._place(message.sender, height - 1)
                 if letter.body is None and message.sender not in self.view.banned:
                     self.keep_proof(message.sender, m.MalformedBody(message))
@@ -549,7 +556,7 @@ class Peer:
         held = self.parts.get(place)
         if held is None or not self.has_part(place):
             self.parts[place] = (self.put_away(data), chunk.path)
-            self.part_times.setdefault(place, self.time)
+            self.part_times.setdefault(place, self.stamp)
             return True
         return False
 
@@ -640,7 +647,7 @@ class Peer:
         data = self._assemble("aggregate", sender, chunk)
         if data is not None and (place not in self.aggregates or not self.has_aggregate(transcript, chunk.part)):
             self.aggregates[place] = self.put_away(data)
-            self.aggregate_times.setdefault(place, self.time)
+            self.aggregate_times.setdefault(place, self.stamp)
             return True
         return False
 
