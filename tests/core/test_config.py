@@ -106,9 +106,7 @@ def test_refusal_says_what_to_change(config: Config, complaint: str) -> None:
         config.check()
 
 
-@given(
-    members=st.integers(1, 40), byzantine=st.integers(0, 20), validators=st.integers(1, 5)(0, 5)
-)
+@given(members=st.integers(1, 40), byzantine=st.integers(0, 20), validators=st.integers(1, 5)(0, 5))
 @settings(derandomize=True, deadline=None, max_examples=300)
 def test_honest_contributors_are_a_majority_and_the_advice_helps(
     members: int, byzantine: int, validators: int, outages: int
@@ -137,7 +135,6 @@ OTHERS: dict[str, Any] = {
     "founders": make_keys(8)[1:],
     "byzantine": 1,
     "validators": 2,
-    
     "size": 4097,
     "steps": 11,
     "wire": "float16",
