@@ -429,6 +429,8 @@ def swarm(
     from phalanx.swarm import Attackers, run_swarm
 
     load_attack(attack)
+    if peers > MAX_MEMBERS:
+        raise LocalError(f"peers: {peers}, but a roster holds at most {MAX_MEMBERS}")
     settings = {
         "validators": validators,
         "outages": outages,

@@ -17,6 +17,7 @@ from phalanx.core.crypto import Identity, compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.messages import MAX_MANIFEST
 from phalanx.events import Event
+from phalanx.network.addresses import parse_address
 from phalanx.training.checkpoints import make_folder, write_safely
 from phalanx.training.founding import count_history, format_commented, make_network_manifest, prepare, require_whole
 from phalanx.training.manifest import (
@@ -158,6 +159,8 @@ def _take_part(
 
 def _make_settings(folder: Path, door: Door, manifest: NetworkManifest, spec: str) -> Settings:
     """Put the manifest into the peer's folder; refuse a folder of another run."""
+    for address in door.peers:  # before there is a folder
+        parse_address(address)
     make_folder(folder)
     _require_folder(folder, manifest)
     text = format_manifest(manifest)

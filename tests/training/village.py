@@ -98,6 +98,3 @@ def make_member(manifest: NetworkManifest, key: Path, folder: Path, **settings: 
     (folder / "manifest.toml").write_text(format_manifest(manifest))
     chosen = Settings(out=folder, **({"checkpoint_every": 2} | settings))
     return Member(manifest, prepared.config, key, prepared.solo, chosen, prepared.gradients)
-
-
-

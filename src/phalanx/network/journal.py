@@ -105,8 +105,8 @@ class Journal:
                 raise
         except OSError as error:
             raise LocalError(
-                f"{path}: could not be opened: {error.strerror or error}; expected this peer's journal, a file that this "
-                "user may read and write"
+                f"{path}: could not be opened: {error.strerror or error}; expected this peer's journal, a file that "
+                "this user may read and write"
             ) from error
 
     @property
