@@ -251,8 +251,8 @@ class Member:
             if message.sender == self._key and not self._journal.holds(message):
                 raise LocalError(
                     f"{self._settings.out / JOURNAL}: not the latest: this peer signed at height {message.height} "
-                    f"(step {message.step}) what is not in it, and whoever signs twice is banned; put the latest back, or "
-                    "take a new key and another folder"
+                    f"(step {message.step}) what is not in it, and whoever signs twice is banned; put the latest back, "
+                    "or take a new key and another folder"
                 )
 
     def _make_recorder(self, evaluator: Any) -> Recorder:
