@@ -43,7 +43,7 @@ STEPS, WARM_UP, JOIN_AT = 40, 12, 3.0
 CHEATS = 8
 PAUSE = 0.5
 TARGETS = {"ratio_4": 1.05, "ratio_8": 1.05, "ratio_16": 1.05, "ratio_real": 1.1}
-PACED = '''
+PACED = """
 import time
 from dataclasses import replace
 from phalanx.training.tasks import digits
@@ -54,7 +54,7 @@ def make_task():
         time.sleep({pause})
         return task.loss(model, batch)
     return replace(task, loss=loss)
-'''
+"""
 
 
 class OneAtATime(World):
@@ -146,7 +146,7 @@ def measure_cheats(name: str) -> tuple[float, float]:
 
 
 def measure_real(joins: bool, steps: int = 36) -> float:
-    """The same with processes: the median of a founder's seconds a step."""
+    """The same with processes: the mean of a founder's seconds a step."""
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder) / "paced.py"
         task.write_text(PACED.format(pause=PAUSE))
@@ -166,9 +166,9 @@ def measure_real(joins: bool, steps: int = 36) -> float:
             should_stop=lambda: False,
         )
         assert found.finished, found.reason
-        log = next(iter(sorted((Path(folder) / "swarm").glob(f"*/{EVENTS}"))))
+        log = min((Path(folder) / "swarm").rglob(EVENTS))  # the first founder's
         took = [event.seconds for event in read_events(log) if isinstance(event, StepLogged)]
-        return statistics.median(seconds for seconds in took[-steps // 2 :] if seconds is not None)
+        return statistics.mean(seconds for seconds in took[-steps // 2 :] if seconds is not None)
 
 
 def main() -> None:
@@ -185,7 +185,7 @@ def main() -> None:
     for name in ("8", "tight"):
         share, steps = measure_cheats(name)
         found |= {f"found_{name}": share, f"steps_{name}": steps}
-        print(f"{name:>5}: of {CHEATS} cheating newcomers {100 * share:.0f}% banned, after {steps:.1f} steps", flush=True)
+        print(f"{name:>5}: of {CHEATS} cheating newcomers {share:.0%} banned, after {steps:.1f} steps", flush=True)
     if options.real:
         alone, joined = measure_real(False), measure_real(True)
         found |= {"seconds_real": alone, "seconds_joined_real": joined, "ratio_real": joined / alone}
