@@ -49,6 +49,7 @@ TaskOption = Annotated[
 def main() -> None:
     """Run the command line; what the user or the machine got wrong is one line on stderr and exit code 2."""
     try:
+        _require_plain(sys.argv[1:])
         app()
     except LocalError as error:
         print(f"phalanx: {error}", file=sys.stderr)
@@ -60,6 +61,13 @@ def main() -> None:
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"phalanx: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _require_plain(words: list[str]) -> None:
+    """No path has a NUL in it: whatever opened it would fail, each in its own way."""
+    for word in words:
+        if "\0" in word:
+            raise LocalError(f"{word!r}: a NUL, which no path and no option can have; take it out")
 
 
 @app.callback(invoke_without_command=True)
@@ -418,6 +426,8 @@ def swarm(
     from phalanx.swarm import Attackers, run_swarm
 
     load_attack(attack)
+    if peers > MAX_MEMBERS:
+        raise LocalError(f"peers: {peers}, but a roster holds at most {MAX_MEMBERS}")
     settings = {
         "validators": validators,
         "steps": steps,

@@ -17,9 +17,11 @@ from phalanx.core.crypto import Identity, compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.messages import MAX_MANIFEST
 from phalanx.events import Event
-from phalanx.training.checkpoints import write_safely
+from phalanx.network.addresses import parse_address
+from phalanx.training.checkpoints import make_folder, write_safely
 from phalanx.training.founding import count_history, format_commented, make_network_manifest, prepare, require_whole
 from phalanx.training.manifest import (
+    MAX_THREADS,
     NetworkManifest,
     format_manifest,
     parse_network_manifest,
@@ -51,6 +53,7 @@ def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[s
         raise LocalError(f"{path.parent}: there is no such folder")
     if not os.access(path.parent, os.W_OK):
         raise LocalError(f"{path.parent}: nothing can be written to this folder; choose another")
+    _require_threads(settings.get("threads"))
     if not founders:
         raise LocalError("founders: expected their peer ids; phalanx keygen prints one for each key that it makes")
     manifest = make_network_manifest(task, founders, **settings)
@@ -83,6 +86,7 @@ def run_start(
     counts = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "threads": threads}
     for name, value in counts.items():
         require_whole(name, value)
+    _require_threads(threads)
     manifest = read_network_manifest(path)
     identity = Identity.load(key_file)
     if identity.key not in manifest.founders:
@@ -113,7 +117,7 @@ def run_join(
     on_event: Callable[[Event], None] | None = None,
 ) -> Outcome:
     """Join a run that somebody at ``address`` is in."""
-    require_whole("threads", threads)
+    _require_threads(threads)
     identity = Identity.load(key_file)
     name = address.rpartition("/p2p/")[2]
     if "/p2p/" not in address:
@@ -129,6 +133,13 @@ def run_join(
     settings = _make_settings(folder, door, manifest, spec)
     settings.on_event, settings.shelf = on_event, shelf
     return _take_part(manifest, key_file, spec, settings, threads)
+
+
+def _require_threads(count: int | None) -> None:
+    """The library that starts them ends the process if there is no room for so many."""
+    require_whole("threads", count)
+    if count is not None and count > MAX_THREADS:
+        raise LocalError(f"threads: expected at most {MAX_THREADS}, got {count}")
 
 
 # ---- Taking part
@@ -148,7 +159,9 @@ def _take_part(
 
 def _make_settings(folder: Path, door: Door, manifest: NetworkManifest, spec: str) -> Settings:
     """Put the manifest into the peer's folder; refuse a folder of another run."""
-    folder.mkdir(parents=True, exist_ok=True)
+    for address in door.peers:  # before there is a folder
+        parse_address(address)
+    make_folder(folder)
     _require_folder(folder, manifest)
     text = format_manifest(manifest)
     write_safely(folder / MANIFEST, lambda place: place.write_text(text, encoding="utf-8"))
@@ -232,7 +245,7 @@ def _fetch(address: str, key_file: Path, folder: Path, trust: str | None) -> tup
         transport.close()
     _require_same_code(code, section.code, address)
     _require_folder(folder, manifest)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_safely(folder / CODE, lambda place: place.write_bytes(code))
     if trust != section.code:
         raise LocalError(

@@ -8,16 +8,23 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from phalanx.core.config import AutomaticTau, Config, Tolerance
 from phalanx.core.crypto import compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError
 
 VERSION = 1
+
+# What a file may hold: a number beyond these is a slip, and would only fail later, somewhere else.
+MAX_THREADS = 1024
+Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Threads: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_THREADS)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class _Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,20 +37,20 @@ class TaskSection(_Section, frozen=True, kw_only=True):
     options: dict[str, str] = {}
     digest: str
     """Of the data and what else makes the task: a peer with another one does not start."""
-    batch: int
+    batch: Positive
     code: str | None = None
     """Of a task's file, in a run between machines."""
 
 
 class RunSection(_Section, frozen=True, kw_only=True):
-    peers: int
-    byzantine: int
-    validators: int
-    steps: int
+    peers: Positive
+    byzantine: Count
+    validators: Count
+    steps: Positive
     seed: int
     wire: str = "float32"
     device: str = "cpu"
-    threads: int
+    threads: Threads
     """Of one peer's gradients: results depend on it in the last bits."""
     method: str = "none"
 
@@ -62,12 +69,12 @@ class ClippingSection(_Section, frozen=True, kw_only=True):
 class SimulationSection(_Section, frozen=True, kw_only=True):
     defense: str
     attack: str
-    start: int
-    every: int
-    delay: int | None = None
-    attackers: list[int]
-    evaluate_every: int
-    checkpoint_every: int
+    start: Count
+    every: Positive
+    delay: Positive | None = None
+    attackers: list[Count]
+    evaluate_every: Positive
+    checkpoint_every: Positive
 
 
 class NetworkSection(_Section, frozen=True, kw_only=True):
@@ -75,16 +82,16 @@ class NetworkSection(_Section, frozen=True, kw_only=True):
 
     founders: list[str]
     """Peer ids, in the order of the first roster."""
-    delta: float
-    gradient_time: float
-    transfer_time: float
+    delta: Seconds
+    gradient_time: Seconds
+    transfer_time: Seconds
     quorum: Literal["majority", "partition-safe"] = "majority"
     lower: float | None = None
     upper: float | None = None
     platform: str
-    probation: int = 12
-    newcomer_probation: int = 0
-    admissions: int = 1
+    probation: Count = 12
+    newcomer_probation: Count = 0
+    admissions: Count = 1
     state: str
     conformance: str
 
@@ -185,14 +192,14 @@ def _format(value: Any) -> str:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a run in one process, or :class:`LocalError` with what is wrong with it."""
-    if not path.is_file():
+    if not path.exists():
         raise LocalError(f"{path}: there is no manifest; expected the folder of a run")
     return _parse(_read(path), str(path), Manifest, "simulation")
 
 
 def read_network_manifest(path: Path) -> NetworkManifest:
     """The manifest of a run between machines."""
-    if not path.is_file():
+    if not path.exists():
         raise LocalError(f"{path} does not exist; write a manifest with: phalanx init {path} --task ...")
     return parse_network_manifest(_read(path), str(path))
 
@@ -212,14 +219,36 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise LocalError(f"{path}: not a TOML file: {error}") from None
+    except OSError as error:
+        raise LocalError(f"{path}: {error.strerror or error}; expected a manifest, a TOML file") from None
+
+
+def _require_flat(values: dict[str, Any], source: str) -> None:
+    """A section holds plain values, lists of them, and a task's options; and no text has a NUL, which no path takes."""
+    for section, fields in values.items():
+        for name, value in (fields if isinstance(fields, dict) else {}).items():
+            options = value if (section, name) == ("task", "options") and isinstance(value, dict) else None
+            parts = list(options.values()) if options is not None else value
+            for part in parts if isinstance(parts, list) else [parts]:
+                if isinstance(part, dict | list):
+                    raise LocalError(f"{source}: [{section}] {name} holds more than one value; expected a flat one")
+                if isinstance(part, str) and "\0" in part:
+                    raise LocalError(f"{source}: [{section}] {name} has a NUL in its text; take it out")
 
 
 def _parse(text: str, source: str, kind: type[_P], section: str) -> _P:
     try:
         values = tomllib.loads(text)
+        _require_flat(values, source)
     except tomllib.TOMLDecodeError as error:
         raise LocalError(f"{source}: not a TOML file: {error}") from None
+    except RecursionError:
+        raise LocalError(f"{source}: not a manifest: nested too deeply; expected sections of flat values") from None
+    except ValueError as error:  # a number of too many digits, for one
+        raise LocalError(f"{source}: not a TOML file: {error}") from None
     version = values.get("version")
+    if version is None:
+        raise LocalError(f"{source}: not a manifest: expected a version in its first lines, as phalanx init writes it")
     if version != VERSION:
         raise LocalError(
             f"{source}: a manifest of version {version!r}, and this is version {VERSION}: "
