@@ -14,6 +14,7 @@ from phalanx.core.membership import decode_view, encode_view, is_another_elector
 from phalanx.core.messages import MAX_CHUNK, Phase
 from phalanx.core.peer import FUTURE_HEIGHTS, KEPT_ROUNDS, Handler, Lost, Peer, Pile, compute_case_digest
 from phalanx.core.slowpath import (
+    complete_alarm,
     compute_item_digest,
     compute_settlement_digest,
     is_valid_alarm,
@@ -247,7 +248,12 @@ def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
     for signed in message.evidence:
         yield from peer.take(signed)
     epoch = peer.find_epoch(message.height)
-    if epoch is None or not is_valid_alarm(peer.run, peer.examiner, epoch, message):
+    if epoch is None:
+        return
+    message = complete_alarm(epoch, message)
+    if not is_valid_alarm(peer.run, peer.examiner, epoch, message):
+        if message.height == peer.level + 1 and peer.member:  # what it is about may be what I lack
+            yield Send(sender, m.PullMessages(message.height, tuple(sorted(epoch.view.roster))))
         return
     if peer.key in peer.absent:
         if epoch is peer.transcript and peer.holding and not peer.leaving:
