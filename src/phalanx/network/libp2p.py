@@ -27,7 +27,15 @@ from typing import Any, TypeAlias
 
 from phalanx.core.crypto import Identity, format_peer_id, is_usable_key
 from phalanx.core.errors import LocalError
-from phalanx.network.addresses import Address, encode_place, encode_unix_path, format_place, is_loopback, name_peer
+from phalanx.network.addresses import (
+    Address,
+    encode_place,
+    encode_unix_path,
+    find_host,
+    format_place,
+    is_loopback,
+    name_peer,
+)
 
 log = logging.getLogger("phalanx.network")
 
@@ -83,6 +91,8 @@ class Daemon:
         self.key = b""
         self.ended = asyncio.Event()
         """Set when the daemon's program has ended, asked or not."""
+        self.on_caller: Callable[[bytes, str], None] = lambda key, host: None
+        """Called with who opened a stream and from which host, before the stream is handed on."""
         self._process, self._folder, self._schema = process, folder, schema
         self._control = str(folder / "control")
         self._lifeline: socket.socket | None = None
@@ -280,6 +290,7 @@ class Daemon:
         except (OSError, EOFError, ValueError, KeyError, LocalError):
             stream.close()  # a peer whose key is of another kind than ours, or a stream that is gone again
         else:
+            self.on_caller(key, find_host(info.addr))
             acceptor(key, stream)
 
     # -- ending
