@@ -185,15 +185,16 @@ class Stranger:
 
 
 async def besiege(
-    address: str, run: str, seconds: float, kinds: Sequence[str], keys: int, hosts: int = 1, seed: int = 0
+    addresses: Sequence[str], run: str, seconds: float, kinds: Sequence[str], keys: int, hosts: int = 1, seed: int = 0
 ) -> dict[str, int]:
-    """So many strangers, each doing all of these kinds, from ``hosts`` addresses of this machine."""
+    """So many strangers, each doing all of these to one of the peers, from ``hosts`` addresses of this machine."""
     if unknown := set(kinds) - set(KINDS):
         raise ValueError(f"no such kind: {', '.join(sorted(unknown))}")
     counts: Counter[str] = Counter()
     until = time.time() + seconds
     strangers = [
-        Stranger(address, run, until, f"127.0.0.{1 + place % hosts}", counts, seed + place) for place in range(keys)
+        Stranger(addresses[place % len(addresses)], run, until, f"127.0.0.{1 + place % hosts}", counts, seed + place)
+        for place in range(keys)
     ]
     async with asyncio.TaskGroup() as group:
         for place, stranger in enumerate(strangers):
@@ -205,7 +206,7 @@ async def besiege(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Strangers at a peer's door.")
-    parser.add_argument("--address", required=True)
+    parser.add_argument("--address", required=True, nargs="+")
     parser.add_argument("--run", required=True, help="the run in hexadecimal, as in the event RunStarted")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--keys", type=int, default=8)
