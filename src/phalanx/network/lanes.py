@@ -21,7 +21,7 @@ from phalanx.core.codec import encode
 from phalanx.core.errors import LocalError, Malformed
 from phalanx.core.messages import MAX_CHUNK, MAX_FRAME, Message
 from phalanx.network.addresses import name_peer
-from phalanx.network.libp2p import Unreachable
+from phalanx.network.libp2p import Unreachable, shorten
 from phalanx.network.strangers import Hosts, Rank
 from phalanx.network.traffic import CHUNKS, name_kind
 
@@ -156,7 +156,7 @@ class Complaints:
         self._last[kind] = now
         more = self._silenced.pop(kind, 0)
         named = [name_peer(argument) if isinstance(argument, bytes) else argument for argument in arguments]
-        log.warning(text + (f" ({more} more like this)" if more else ""), *named)
+        log.warning("%s", shorten(text % tuple(named)) + (f" ({more} more like this)" if more else ""))
 
 
 class Circle:

@@ -254,7 +254,7 @@ class Daemon:
                 await loop.sock_sendall(connection, _pack(request))
                 reply = await _read_message(connection, self._schema.Response)
             if reply.type != self._schema.Response.OK:
-                raise Unreachable(_shorten(" ".join(reply.error.msg.split())))
+                raise Unreachable(shorten(" ".join(reply.error.msg.split())))
             return connection, reply
         except TimeoutError:
             connection.close()
@@ -432,7 +432,7 @@ def _launch(arguments: list[str]) -> subprocess.Popen[bytes]:
 
 def _explain_end(output: bytes) -> str:
     """One sentence from what the daemon said last."""
-    text = _shorten(" ".join(output.decode(errors="replace").split())[-300:])
+    text = shorten(" ".join(output.decode(errors="replace").split())[-300:])
     if "address already in use" in text:
         return f"cannot listen there: the address is already in use; choose another port, or 0 for any ({text})"
     if "cannot assign requested address" in text:
@@ -469,7 +469,7 @@ async def _read_message(connection: socket.socket, kind: Any) -> Any:
     try:
         message.ParseFromString(bytes(data))
     except Exception as error:  # protobuf's own DecodeError, which is not imported for this one line
-        raise ValueError(f"not a message: {_shorten(str(error))}") from None
+        raise ValueError(f"not a message: {shorten(str(error))}") from None
     return message
 
 
@@ -498,6 +498,7 @@ def _key_of(peer_id: bytes) -> bytes:
     return key
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """A line for a log: what others wrote is in it, so it is short and printable."""
     text = text if len(text) <= 300 else f"{text[:200]} ... {text[-80:]}"
     return text if text.isprintable() else ascii(text)
