@@ -13,7 +13,8 @@ Each turn has a time of calm, in which as many strangers do the same to a port w
 take of this machine's processors slows both kinds of steps alike; a stranger that is refused works less, so that the
 ratio is too high rather than too low. After ``--seconds`` of each kind, while the strangers go on, an honest newcomer
 starts from nothing but an address, and leaves when it is a member. Steps are counted before it comes. ``--hosts 1``
-has strangers and newcomer share one address.
+has strangers and newcomer share one address. ``_cpu_ms`` is the processor time of all peers and daemons for a step:
+what strangers cost where they have machines of their own.
 
 With ``--json`` the last line of the output is one JSON object. The exit status is 0 if every target is met, else 1.
 """
@@ -21,6 +22,7 @@ With ``--json`` the last line of the output is one JSON object. The exit status 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -104,6 +106,19 @@ class Newcomer:
             self.process.wait()
 
 
+def measure_cpu(processes: list[Process]) -> float:
+    """Seconds of processor time that these peers and their daemons have taken."""
+    parents = {process.popen.pid for process in processes if process.popen is not None}
+    total = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(entry.name) in parents or int(fields[1]) in parents:
+                    total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
 def get_times(swarm: Swarm, since: int) -> list[float]:
     """Seconds of the steps after ``since``, as the first to tell of them says."""
     steps = (event for event in swarm.merged if isinstance(event, events.StepFinished) and event.step > since)
@@ -138,6 +153,7 @@ def find_aims(kind: str, processes: list[Process], nobody: str) -> list[str]:
 def measure(folder: Path, turns: int, seconds: float, keys: int, hosts: int, kinds: list[str]) -> dict[str, Any]:
     times: dict[str, list[float]] = {kind: [] for kind in ("calm", *kinds)}
     joins: dict[str, list[float | None]] = {kind: [] for kind in times}
+    cpu: dict[str, list[float]] = {kind: [] for kind in times}
     with running(folder) as swarm:
         founders = swarm.processes[:PEERS]
         run = next(event.run for event in founders[0].told if isinstance(event, events.RunStarted))
@@ -148,8 +164,10 @@ def measure(folder: Path, turns: int, seconds: float, keys: int, hosts: int, kin
                 try:
                     time.sleep(5.0)  # until they are there
                     since = max(process.step for process in founders)
+                    before = measure_cpu(founders)
                     time.sleep(seconds)
                     found = get_times(swarm, since)
+                    cpu[kind].append((measure_cpu(founders) - before) / max(1, len(found)))
                     newcomer = Newcomer(folder, founders[0].address, turn * len(times) + list(times).index(kind))
                     joins[kind].append(newcomer.await_joined(swarm))
                     newcomer.end()
@@ -158,7 +176,10 @@ def measure(folder: Path, turns: int, seconds: float, keys: int, hosts: int, kin
                 times[kind] += found
                 took = "no" if joins[kind][-1] is None else f"{joins[kind][-1]:.0f} s"
                 middle = 1000 * statistics.median(found)
-                log(f"turn {turn + 1}, {kind}: {len(found)} steps, median {middle:.0f} ms; joined: {took}")
+                log(
+                    f"turn {turn + 1}, {kind}: {len(found)} steps, median {middle:.0f} ms, "
+                    f"{1000 * cpu[kind][-1]:.0f} ms of the peers' processors each; joined: {took}"
+                )
         honest = {process.identity.key.hex() for process in founders}
         banned = sum(isinstance(event, events.Banned) for event in swarm.merged)
         removed = sum(isinstance(event, events.Removed) and event.key in honest for event in swarm.merged)
@@ -171,6 +192,7 @@ def measure(folder: Path, turns: int, seconds: float, keys: int, hosts: int, kin
         "removed": removed,
         **{f"ratio_{kind}": ratio for kind, ratio in ratios.items()},
         **{f"{kind}_ms": round(1000 * value, 1) for kind, value in medians.items()},
+        **{f"{kind}_cpu_ms": round(1000 * statistics.mean(found), 1) for kind, found in cpu.items()},
         **{f"{kind}_steps": len(found) for kind, found in times.items()},
         **{f"{kind}_join_s": [took and round(took, 1) for took in taken] for kind, taken in joins.items()},
     }
