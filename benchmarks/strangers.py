@@ -9,12 +9,11 @@ Four peers of real processes on this machine train the digits. The strangers (``
     drain    keys at all peers: state at random offsets, chains, aggregates, messages, as fast as they are taken
     mixed    all of this at all peers, and keys that reconnect as others
 
-Each turn has a time of calm, in which as many strangers do the same to a port where nobody listens, so that what they
-take of this machine's processors slows both kinds of steps alike; a stranger that is refused works less, so that the
-ratio is too high rather than too low. After ``--seconds`` of each kind, while the strangers go on, an honest newcomer
-starts from nothing but an address, and leaves when it is a member. Steps are counted before it comes. ``--hosts 1``
-has strangers and newcomer share one address. ``_cpu_ms`` is the processor time of all peers and daemons for a step:
-what strangers cost where they have machines of their own.
+Before each kind there is calm: as many strangers do the same to a port where nobody listens, so that what they take of
+this machine's processors slows both kinds of steps alike; a stranger that is refused works less, so that the ratio is
+too high rather than too low. After ``--seconds`` of a kind, while the strangers go on, an honest newcomer starts from
+nothing but an address, and leaves when it is a member. Steps are counted before it comes. ``--hosts 1`` has strangers
+and newcomer share one address. ``_load`` is the processor time that all peers and daemons took in a second.
 
 With ``--json`` the last line of the output is one JSON object. The exit status is 0 if every target is met, else 1.
 """
@@ -144,56 +143,51 @@ def running(folder: Path) -> Iterator[Swarm]:
         thread.join()
 
 
-def find_aims(kind: str, processes: list[Process], nobody: str) -> list[str]:
-    if kind == "calm":
-        return [f"/ip4/127.0.0.1/tcp/{DEAD_PORT}/p2p/{nobody}"]
-    return [process.address for process in (processes[:1] if kind == "hold" else processes)]
-
-
 def measure(folder: Path, turns: int, seconds: float, keys: int, hosts: int, kinds: list[str]) -> dict[str, Any]:
-    times: dict[str, list[float]] = {kind: [] for kind in ("calm", *kinds)}
-    joins: dict[str, list[float | None]] = {kind: [] for kind in times}
-    cpu: dict[str, list[float]] = {kind: [] for kind in times}
+    times: dict[str, list[float]] = {name: [] for kind in kinds for name in (f"{kind}_calm", kind)}
+    load: dict[str, list[float]] = {name: [] for name in times}
+    joins: dict[str, list[float | None]] = {kind: [] for kind in kinds}
     with running(folder) as swarm:
         founders = swarm.processes[:PEERS]
         run = next(event.run for event in founders[0].told if isinstance(event, events.RunStarted))
-        for turn in range(turns):
-            for kind in times:
-                does = KINDS.get(kind, KINDS["mixed"])
-                siege = Siege(find_aims(kind, founders, swarm.founders[-1]), run, does, keys, hosts)
-                try:
-                    time.sleep(5.0)  # until they are there
-                    since = max(process.step for process in founders)
-                    before = measure_cpu(founders)
-                    time.sleep(seconds)
-                    found = get_times(swarm, since)
-                    cpu[kind].append((measure_cpu(founders) - before) / max(1, len(found)))
-                    newcomer = Newcomer(folder, founders[0].address, turn * len(times) + list(times).index(kind))
-                    joins[kind].append(newcomer.await_joined(swarm))
-                    newcomer.end()
-                finally:
-                    siege.end()
-                times[kind] += found
-                took = "no" if joins[kind][-1] is None else f"{joins[kind][-1]:.0f} s"
-                middle = 1000 * statistics.median(found)
-                log(
-                    f"turn {turn + 1}, {kind}: {len(found)} steps, median {middle:.0f} ms, "
-                    f"{1000 * cpu[kind][-1]:.0f} ms of the peers' processors each; joined: {took}"
+        nobody = [f"/ip4/127.0.0.1/tcp/{DEAD_PORT}/p2p/{swarm.founders[-1]}"]
+        for turn, name in ((turn, name) for turn in range(turns) for name in times):
+            kind, is_calm = name.removesuffix("_calm"), name not in joins
+            aims = [process.address for process in (founders[:1] if kind == "hold" else founders)]
+            siege = Siege(nobody if is_calm else aims, run, KINDS[kind], keys, hosts)
+            try:
+                time.sleep(5.0)  # until they are there
+                since, before, begun = (
+                    max(process.step for process in founders),
+                    measure_cpu(founders),
+                    time.monotonic(),
                 )
+                time.sleep(seconds)
+                times[name] += (found := get_times(swarm, since))
+                load[name].append((measure_cpu(founders) - before) / (time.monotonic() - begun))
+                words = f"turn {turn + 1}, {name}: {len(found)} steps, median {1000 * statistics.median(found):.0f} ms"
+                if not is_calm:
+                    newcomer = Newcomer(folder, founders[0].address, turn * len(times) + list(times).index(name))
+                    joins[kind].append(took := newcomer.await_joined(swarm))
+                    newcomer.end()
+                    words += f"; joined: {'no' if took is None else f'{took:.0f} s'}"
+                log(words)
+            finally:
+                siege.end()
         honest = {process.identity.key.hex() for process in founders}
         banned = sum(isinstance(event, events.Banned) for event in swarm.merged)
         removed = sum(isinstance(event, events.Removed) and event.key in honest for event in swarm.merged)
-    medians = {kind: statistics.median(found) for kind, found in times.items()}
-    ratios = {kind: round(medians[kind] / medians["calm"], 3) for kind in kinds}
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    ratios = {kind: round(medians[kind] / medians[f"{kind}_calm"], 3) for kind in kinds}
     return {
         "ratio": max(ratios.values()),
         "joins_missed": sum(took is None for taken in joins.values() for took in taken),
         "banned": banned,
         "removed": removed,
-        **{f"ratio_{kind}": ratio for kind, ratio in ratios.items()},
-        **{f"{kind}_ms": round(1000 * value, 1) for kind, value in medians.items()},
-        **{f"{kind}_cpu_ms": round(1000 * statistics.mean(found), 1) for kind, found in cpu.items()},
-        **{f"{kind}_steps": len(found) for kind, found in times.items()},
+        **{f"{kind}_ratio": ratio for kind, ratio in ratios.items()},
+        **{f"{name}_ms": round(1000 * value, 1) for name, value in medians.items()},
+        **{f"{name}_load": round(statistics.mean(found), 2) for name, found in load.items()},
+        **{f"{name}_steps": len(found) for name, found in times.items()},
         **{f"{kind}_join_s": [took and round(took, 1) for took in taken] for kind, taken in joins.items()},
     }
 
