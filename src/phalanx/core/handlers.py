@@ -26,8 +26,8 @@ _STATE_BYTES = 64
 _STATE_RATE = 1 << 22
 """Bytes of state a second for all strangers together, and as many for all former members: more than the network sends
 to strangers, where it is decided whose turn it is."""
-_STATE_COST = 1 << 14
-"""Bytes that a request for state counts at least, whatever the answer."""
+_STATE_COST = 1 << 16
+"""Bytes that a request for state counts at least, whatever the answer: 64 a second, more than the network takes."""
 _ANSWERS = 64
 """Messages of one kind from one peer that are taken up within ``delta``."""
 
@@ -139,22 +139,26 @@ def cut_chunks(data: Piece) -> Iterable[tuple[int, bytes]]:
 
 
 class _Budget:
-    """Bytes of state within ``delta``, for those who are neither members nor candidates."""
+    """Bytes of state, for those who are no members or candidates: as many at once as come together in ``delta``."""
 
     __slots__ = ("since", "spent")
 
     def __init__(self) -> None:
-        self.since, self.spent = -math.inf, 0
+        self.since, self.spent = 0.0, 0.0
 
     def may_ask(self, peer: Peer) -> bool:
         """Whether something is left, which a request then takes a little of."""
         config = peer.config
-        if peer.now - self.since >= config.delta:
-            self.since, self.spent = peer.now, 0
-        if self.spent >= config.delta * max(_STATE_RATE, 8 * config.size / max(config.transfer_time, 1.0)):
+        rate = max(_STATE_RATE, 8 * config.size / max(config.transfer_time, 1.0))
+        self.spent = max(0.0, self.spent - rate * (peer.now - self.since))
+        self.since = peer.now
+        if self.spent >= rate * config.delta:
             return False
         self.spent += _STATE_COST
         return True
+
+    def pay(self, size: int) -> None:
+        self.spent += max(0, size - _STATE_COST)
 
 
 _budgets: WeakKeyDictionary[Peer, tuple[_Budget, _Budget]] = WeakKeyDictionary()
@@ -180,7 +184,7 @@ def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
     if data is not None and message.offset < len(data):
         piece = bytes(data[message.offset : message.offset + MAX_CHUNK])
         if budget is not None:
-            budget.spent += len(piece)
+            budget.pay(len(piece))
         yield Send(sender, m.StateChunk(message.step, len(data), message.offset, piece))
 
 
