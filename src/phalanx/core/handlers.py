@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import cast
+from weakref import WeakKeyDictionary
 
 from phalanx.core import messages as m
 from phalanx.core.certificates import find_certificate, find_phase
@@ -29,6 +30,11 @@ _GOSSIP_BYTES_EACH = 1 << 18
 """What is kept of one member's gossip, and more for each member: four messages of each, and what comes with them."""
 _STATE_BYTES = 64
 """No state has more bytes than this for each coordinate: parameters, and what optimizers keep of them."""
+_STATE_RATE = 1 << 22
+"""Bytes of state a second for all strangers together, and as many for all former members: more than the network sends
+to strangers, where it is decided whose turn it is."""
+_STATE_COST = 1 << 16
+"""Bytes that a request for state counts at least, whatever the answer: 64 a second, more than the network takes."""
 _ANSWERS = 64
 """Messages of one kind from one peer that are taken up within ``delta``."""
 
@@ -139,12 +145,53 @@ def cut_chunks(data: Piece) -> Iterable[tuple[int, bytes]]:
     return ((at, cast(bytes, view[at : at + MAX_CHUNK])) for at in range(0, len(data), MAX_CHUNK))
 
 
+class _Budget:
+    """Bytes of state, for those who are no members or candidates: as many at once as come together in ``delta``."""
+
+    __slots__ = ("since", "spent")
+
+    def __init__(self) -> None:
+        self.since, self.spent = 0.0, 0.0
+
+    def may_ask(self, peer: Peer) -> bool:
+        """Whether something is left, which a request then takes a little of."""
+        config = peer.config
+        rate = max(_STATE_RATE, 8 * config.size / max(config.transfer_time, 1.0))
+        self.spent = max(0.0, self.spent - rate * (peer.now - self.since))
+        self.since = peer.now
+        if self.spent >= rate * config.delta:
+            return False
+        self.spent += _STATE_COST
+        return True
+
+    def pay(self, size: int) -> None:
+        self.spent += max(0, size - _STATE_COST)
+
+
+_budgets: WeakKeyDictionary[Peer, tuple[_Budget, _Budget]] = WeakKeyDictionary()
+"""Each peer's, for strangers and for former members. They outlast attempts: a quick run gives strangers no more."""
+
+
+def _find_budget(peer: Peer, sender: bytes) -> _Budget | None:
+    """What a state is paid from; None for members and candidates, who need not wait for others."""
+    if sender in peer.circle:
+        return None
+    return _budgets.setdefault(peer, (_Budget(), _Budget()))[
+        any(absence.key == sender for absence in peer.view.absences)
+    ]
+
+
 def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
-    if message.step > peer.view.step or not _may_answer(peer, sender, m.PullState):
+    if message.step > peer.view.step:
+        return
+    budget = _find_budget(peer, sender)
+    if not (budget.may_ask(peer) if budget is not None else _may_answer(peer, sender, m.PullState)):
         return
     data = yield ReadState(message.step)
     if data is not None and message.offset < len(data):
         piece = bytes(data[message.offset : message.offset + MAX_CHUNK])
+        if budget is not None:
+            budget.pay(len(piece))
         yield Send(sender, m.StateChunk(message.step, len(data), message.offset, piece))
 
 

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -118,6 +118,20 @@ def make_halted(note: notes.Halted, peer: Peer, places: Mapping[bytes, int]) -> 
     )
 
 
+def make_limits(config: Config) -> Limits:
+    """What others may take of this machine in a run of these numbers."""
+    gradient = 4 * config.size
+    usual = Limits()
+    # Strangers get a gradient within the time for moving parts, or what they get of any small model.
+    rate = max(usual.strangers_rate, gradient / max(config.transfer_time, 1.0))
+    return replace(
+        usual,
+        bulk_queue=max(_LEAST_QUEUE, _GRADIENTS_QUEUED * gradient),
+        strangers_rate=rate,
+        turn_time=config.delta,
+    )
+
+
 class Member:
     """One peer of a run, in this process."""
 
@@ -161,7 +175,7 @@ class Member:
             listen=settings.listen,
             announce=settings.announce,
             peers=settings.peers,
-            limits=Limits(bulk_queue=max(_LEAST_QUEUE, _GRADIENTS_QUEUED * config.size * 4)),
+            limits=make_limits(config),
         )
         for what, answerer in settings.answers.items():
             self._transport.answer(what, answerer)
@@ -411,9 +425,9 @@ class Member:
             self._tell_joined(view)
         self._view = view
         self._told.add(("met",))
-        absent = (member.key for member in view.suspended)
+        absent = {member.key for member in view.suspended}
         known = {*view.roster, *self._view.roster, *absent, *(c.key for c in view.candidates)}
-        self._transport.set_circle(frozenset(known - {self._key}), frozenset(view.banned))
+        self._transport.set_circle(frozenset(known - {self._key}), frozenset(view.banned), frozenset(absent))
         if self._key in view.banned:
             self._banned = True
             self._driver.stop()
