@@ -81,7 +81,8 @@ BODIES: dict[str, m.Body] = {
     ),
     "Opening": m.Opening(3, DIGESTS[3], compute_path(DIGESTS, 3)),
     "Trial": m.Trial(ROOT),
-    "Join": m.Join(digest_of(11), "x86-64 avx2, torch 2.6, one thread"),
+    "Join.stranger": m.Join(digest_of(11), 0),
+    "Join.returning": m.Join(digest_of(11), 3),
 }
 
 PHASE_OF_BODY = {body: phase for phase, body in reversed(m.BODY_OF_PHASE.items())}
@@ -177,7 +178,7 @@ LARGEST: dict[type, m.Body] = {
     ),
     m.Opening: m.Opening(m.MAX_MEMBERS - 1, digest_of(0), _MANY_KEYS[: m.MAX_PATH]),
     m.Trial: BODIES["Trial"],
-    m.Join: m.Join(digest_of(0), "x" * 256),
+    m.Join: m.Join(digest_of(0), (1 << 32) - 1),
 }
 
 
