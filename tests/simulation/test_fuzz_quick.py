@@ -53,6 +53,17 @@ LATER = frozenset(
         "last_trial",
         "certificate_for_one",
         "leave_by_certificate",
+        "patient_takeover",
+        "patient_gradient",
+        "patient_aggregate",
+        "patient_floor",
+        "patient_redraw",
+        "patient_shares",
+        "patient_silence",
+        "patient_naming",
+        "patient_accusing",
+        "patient_return",
+        "patient_all",
     }
 )
 

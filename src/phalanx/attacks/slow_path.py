@@ -30,7 +30,7 @@ class MixedItem(SlowPathAttack):
             return
         place = (event.height, event.step, event.attempt, Phase.COMMIT, bytes(32))
         run, signer = insider.config.run, insider.signer
-        vote = seal(signer, run, *place, m.Outcome(0, False, (), (), (), False, bytes(32)))
+        vote = seal(signer, run, *place, m.Outcome(0, False, bytes(32), False, bytes(32)))
         other = seal(signer, run, *place, m.Timeout(insider.honest[:1], 0, None))
         item = compute_digest("item", compute_message_digest(vote), compute_message_digest(other))
         mine = seal(signer, run, *place, m.Endorsement(0, item))

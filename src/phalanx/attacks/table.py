@@ -13,6 +13,7 @@ from phalanx.attacks import (
     gradients,
     justice,
     membership,
+    patience,
     slow_path,
     strangers,
 )
@@ -57,6 +58,11 @@ def _leave_and_lie(start: int = 2, stop: int | None = None, **options: Any) -> A
 def _shielded(lie: Callable[..., Attack]) -> Callable[..., Attack]:
     """A lie about gradients whose tellers cover for one another, as validators and as voters."""
     return _both(lie, justice.ShieldingVotes, justice.IdleValidator)
+
+
+def _patient(*lies: Callable[..., Attack]) -> Callable[..., Attack]:
+    """Lies of attackers that wait; they cover for one another, and keep honest peers that are out from coming back."""
+    return _both(*lies, patience.PatientShield, patience.PatientIdle, patience.BlockReturns)
 
 
 PAPER: dict[str, Callable[..., Attack]] = {
@@ -205,5 +211,29 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "wrong_state": membership.WrongState,
     "endless_state": partial(membership.WrongState, endless=True),
     "wrong_chain": membership.WrongChain,
+    # bad weather
+    "patient_takeover": _patient(partial(patience.PatientGradient, moment=patience.Moment.OUTNUMBERED)),
+    "patient_gradient": _patient(patience.PatientGradient),
+    "patient_aggregate": _patient(patience.PatientAggregate),
+    "patient_floor": _patient(partial(patience.PatientGradient, moment=patience.Moment.AT_FLOOR)),
+    "patient_redraw": _patient(
+        partial(patience.PatientGradient, moment=patience.Moment.ALWAYS, some=True), patience.DrawAgain
+    ),
+    "patient_shares": _patient(partial(patience.PatientGradient, some=True), patience.KeepShare),
+    "patient_silence": _both(partial(patience.SilentAtFloor, all_of_us=True), patience.BlockReturns),
+    "patient_naming": _patient(
+        partial(patience.PatientGradient, moment=patience.Moment.OUTNUMBERED), patience.NameOthers, patience.HurryOthers
+    ),
+    "patient_accusing": _both(patience.PatientGradient, patience.AccuseOthers, patience.BlockReturns),
+    "patient_return": _patient(
+        partial(patience.PatientGradient, moment=patience.Moment.OUTNUMBERED), patience.ReturnFirst
+    ),
+    "patient_all": _patient(
+        partial(patience.PatientGradient, some=True),
+        patience.DrawAgain,
+        partial(patience.NameOthers, moment=patience.Moment.AT_FLOOR),
+        patience.SilentAtFloor,
+        patience.ReturnFirst,
+    ),
 }
 """What an attacker can be told to do. Every entry takes ``start``, ``stop`` and ``probability``."""

@@ -15,6 +15,7 @@ See docs/PROTOCOL.md, section 4, and docs/DEVIATIONS.md.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,21 +23,23 @@ import msgspec
 
 from phalanx.core import messages as m
 from phalanx.core.codec import encode
-from phalanx.core.crypto import Domain, compute_digest
+from phalanx.core.crypto import DIGEST_SIZE, Domain, compute_digest
 from phalanx.core.effects import Broadcast, Heard, KeepMessages, Note, Send, Sign, Story
 from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath, Waiting
-from phalanx.core.membership import Changes, View, compute_quorum, compute_roster_digest, encode_view, find_replacements
+from phalanx.core.membership import Changes, View, compute_quorum, compute_roster_digest, find_replacements
 from phalanx.core.messages import AgreedBody, Phase, Signed
-from phalanx.core.peer import Lost, Peer
+from phalanx.core.peer import SOON, Lost, Peer
 from phalanx.core.slowpath import (
     SEALING,
     Resolution,
     Seen,
     compute_item_digest,
+    compute_settlement_digest,
     get_successor,
     is_agreed,
     is_valid_alarm,
+    misses,
     resolve,
     weigh_items,
 )
@@ -75,10 +78,11 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
         if peer.foremost >= height:  # whoever goes on holds what I miss
             yield from _ask_those_ahead(peer, height, asked, checked)
         if enough < peer.entered and len(page.letters) >= honest:
-            enough = peer.time  # all honest messages may be here: what is missing is kept back
-            pull_at = min(pull_at, peer.time + delta)
+            enough = peer.time  # all honest messages may be here: what is missing is late, or kept back
+            pull_at = min(pull_at, peer.time + delta / SOON)
         if peer.time >= pull_at:
-            yield from _pull(peer, height, work, checked)
+            early = enough >= peer.entered and peer.time < enough + delta
+            yield from _pull(peer, height, work, checked, early)
             pull_at = peer.time + delta
         deadline = max(peer.entered + 4 * delta, peer.grace) + work if complaint is None else again
         if peer.member and peer.time >= deadline:
@@ -147,10 +151,13 @@ def _note_difference(peer: Peer, height: int, wrong: Letter) -> bool:
     return valid
 
 
-def _pull(peer: Peer, height: int, work: float, checked: bool) -> Story:
-    """Ask for what is missing; if that takes long, also whether the run went on without me."""
+def _pull(peer: Peer, height: int, work: float, checked: bool, early: bool) -> Story:
+    """Ask for what is missing; if that takes long, also whether the run went on without me.
+
+    ``early``: it may well be under way, so a few are asked. Nobody waits for one that only follows: it asks a few too.
+    """
     missing = _list_missing(peer, peer.page(height), checked)
-    asked = peer.others if peer.member else peer.choose_some()  # nobody waits for one that only follows
+    asked = peer.others if peer.member and not early else peer.choose_some()
     if missing:
         yield Broadcast(asked, m.PullMessages(height, missing))
     patience = 8 * peer.config.delta + work if peer.member else peer.config.delta if peer.on_trial else 0.0
@@ -207,7 +214,10 @@ def _gather_timeouts(peer: Peer, epoch: Transcript, height: int) -> m.Alarm | No
     timeouts = peer.timeouts.get((height, 0))
     if not timeouts or len(timeouts) <= epoch.view.bound:
         return None
-    alarm = m.Alarm(height, 0, tuple(x.message for who, x in timeouts.items() if who in epoch.view.roster))
+    named = Counter(key for x in timeouts.values() if isinstance(x.body, m.Timeout) for key in x.body.missing)
+    missed = max(sorted(named), key=named.__getitem__, default=b"")  # no more than it takes to show that it is open
+    said = [x.message for who, x in timeouts.items() if who in epoch.view.roster and misses(x, missed)]
+    alarm = m.Alarm(height, 0, tuple(said[: epoch.view.bound + 1]))
     return alarm if is_valid_alarm(peer.run, peer.examiner, epoch, alarm) else None
 
 
@@ -224,6 +234,10 @@ class _Exchange:
     round: int
     seen: Seen = field(default_factory=Seen)
     accepted: set[bytes] = field(default_factory=set)
+    offers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
+    """What each member says it holds at its start."""
+    known: dict[bytes, Letter] = field(default_factory=dict)
+    """Letters of this height by digest, accepted or not."""
     supports: dict[bytes, Values] = field(default_factory=dict)
     """What each member itself put in for this height: the first letter of each sender."""
     certificate: list[Letter] | None = None
@@ -237,13 +251,6 @@ class _Exchange:
         if len(letters) == 1 and first.message.domain is Domain.AGREED:
             page = {self.height: self.seen.here, self.height + 1: self.seen.next}.get(first.message.height)
             return page is not None and first.message.sender in roster and page.add(first)
-        if len(letters) == 1 and isinstance(first.body, m.Timeout):
-            held = self.seen.timeouts.setdefault(first.message.sender, [])
-            fits = first.message.height == self.height and first.body.round == self.round
-            if fits and first.message.sender in roster and len(held) < 2:
-                held.append(first)
-                return True
-            return False
         if len(letters) == 1 and isinstance(first.body, m.Join):
             return self._is_present(first) and self.seen.joins.setdefault(first.message.sender, first) is first
         if isinstance(first.body, m.Outcome):
@@ -279,8 +286,11 @@ class _Exchange:
         assert isinstance(vote.body, m.Outcome)
         return vote.message.height == self.height, vote.body.round
 
-    def note_gossip(self, member: bytes, gossip: m.Gossip) -> None:
-        """What a member put in, in one message or several: what it passes on bears an endorsement, this does not."""
+    def note_gossip(self, member: bytes, gossip: m.Gossip) -> bool:
+        """What a member holds and put in; whether it has said so for the first time.
+
+        What it puts in comes in one message or several: what it passes on bears an endorsement, this does not.
+        """
         letters: Values = {}
         for relay in gossip.items if member in self.epoch.view.roster else ():
             message = relay.messages[0]
@@ -288,13 +298,65 @@ class _Exchange:
             if own and message.run == self.peer.run and message.sender not in self.supports.get(member, ()):
                 letter = self.peer.examiner.examine(message)
                 if letter is not None:
+                    self.known[letter.digest] = letter
                     letters.setdefault(message.sender, letter)
         if letters:
             self.note_support(member, letters)
+        roster = self.epoch.view.roster
+        fresh = len(gossip.held) == 2 * len(roster) and member in roster and member not in self.offers
+        if fresh:
+            self.offers[member] = gossip.held
+        return fresh
+
+    def describe(self) -> tuple[bytes, ...]:
+        """What I hold, for those who hold more."""
+        return tuple(
+            b"".join(letter.digest for letter in page.get_all(key))
+            for page in (self.seen.here, self.seen.next)
+            for key in self.epoch.view.roster
+        )
+
+    def find_lacking(self, member: bytes) -> list[Letter]:
+        """Letters that the member does not hold and that I am to show it: the first ``bound + 1`` that hold one do.
+
+        One of them is honest, as nobody counts that does not say that it holds it.
+        """
+        roster, bound = self.epoch.view.roster, self.epoch.view.bound
+        start, count = roster.index(member), len(roster)
+        before = [roster[(start + turn) % count] for turn in range(1, (roster.index(self.peer.key) - start) % count)]
+        found = []
+        for offset, page in ((0, self.seen.here), (count, self.seen.next)):
+            for place, key in enumerate(roster, offset):
+                for letter in page.get_all(key):
+                    if not _is_listed(letter, self.offers[member][place]):
+                        claims = sum(k in self.offers and _is_listed(letter, self.offers[k][place]) for k in before)
+                        found += [letter] if claims <= bound else []
+        return found
+
+    def find_audience(self, letters: Sequence[Letter], others: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Who may not hold an item."""
+        first = letters[0]
+        if len(letters) > 1 and first.message.domain is Domain.AGREED:  # those who are past it know
+            return tuple(key for key in others if self.peer.ahead.get(key, -1) <= self.height)
+        if first.message.domain is not Domain.AGREED:
+            return tuple(others)
+        roster = self.epoch.view.roster
+        place = roster.index(first.message.sender) + len(roster) * (first.message.height - self.height)
+        return tuple(k for k in others if k not in self.offers or not _is_listed(first, self.offers[k][place]))
+
+    def note_offers(self) -> None:
+        """Whoever has named a root holds what it follows from: what each says it holds is what it stands on."""
+        roster = self.epoch.view.roster
+        for held in self.offers.values():
+            letters = [self.known.get(digests[:DIGEST_SIZE]) for digests in held[: len(roster)]]
+            values = {x.message.sender: x for x in letters if x is not None}
+            if tuple(values) == roster:
+                self.seen.supports[compute_values_root(roster, values)] = values
 
     def note_support(self, member: bytes, letters: Values) -> None:
         roster, held = self.epoch.view.roster, self.supports.setdefault(member, {})
         held |= letters
+        self.known |= {letter.digest: letter for letter in letters.values()}
         if all(key in held for key in roster):
             values = {key: held[key] for key in roster}
             self.seen.supports[compute_values_root(roster, values)] = values
@@ -330,6 +392,10 @@ class _Exchange:
         )
 
 
+def _is_listed(letter: Letter, held: bytes) -> bool:
+    return letter.digest in (held[:DIGEST_SIZE], held[DIGEST_SIZE:])
+
+
 class _Below(Exception):  # noqa: N818
     """A slow path is open at the height before: that one comes first."""
 
@@ -354,8 +420,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
             round_, others = alarm.round, _others(peer, epoch)
             yield Note(SlowPath(epoch.view.step, epoch.view.attempt, height, epoch.heights[height]))
             while True:
-                if alarm.evidence:
-                    yield Broadcast(_find_hearers(peer, epoch), alarm)
+                yield from _spread_alarm(peer, epoch, alarm)
                 exchange = _Exchange(peer, epoch, height, round_)
                 if prepared is not None:
                     exchange.note_prepared(prepared)
@@ -416,12 +481,16 @@ def _look_ahead(peer: Peer, epoch: Transcript, height: int, round_: int) -> None
 
 
 def _others(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
-    return tuple(key for key in (*epoch.view.roster, *(c.key for c in epoch.view.candidates)) if key != peer.key)
+    return tuple(key for key in epoch.view.roster if key != peer.key)
 
 
-def _find_hearers(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
-    """Who hears that a slow path is open: also suspended members, which may be needed."""
-    return (*_others(peer, epoch), *(x.key for x in epoch.view.suspended if x.key != peer.key))
+def _spread_alarm(peer: Peer, epoch: Transcript, alarm: m.Alarm) -> Story:
+    """Show why a slow path is open to those who may not know: also to suspended members, which may be needed."""
+    view, said = epoch.view, peer.timeouts.get((alarm.height, alarm.round), {})
+    absent = (*(x.key for x in view.suspended), *(x.key for x in view.candidates))
+    hearers = tuple(key for key in (*view.roster, *absent) if key not in said and key != peer.key)
+    if alarm.evidence and hearers:
+        yield Broadcast(hearers, alarm)
 
 
 def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
@@ -432,38 +501,54 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
         yield from _say_failed(peer, exchange.epoch, height, round_, exchange.prepared, others)
     own: list[m.Relay] = []
     exchange.note_support(peer.key, peer.page(height).letters)
-    for letter in _held(peer, view.roster, height, round_):
+    for letter in _held(peer, view.roster, height):
         if exchange.offer([letter]):
             exchange.accepted.add(compute_item_digest([letter]))
             if isinstance(letter.body, m.Join):  # its sender has no voice: mine is the first
                 own.append((yield from _endorse(exchange, [letter], ())))
-            else:
-                own.append(m.Relay((letter.message,), ()))
     if exchange.prepared is not None:
         own.append((yield from _endorse(exchange, exchange.prepared, ())))
+    held = exchange.describe()
     for items in _split(own):
-        yield Broadcast(others, m.Gossip(height, round_, items))
+        yield Broadcast(others, m.Gossip(height, round_, items, held))
+        held = ()
     start = peer.now
-    end = start + (view.bound + 1) * length
+    end = start + max(2, view.bound + 1) * length  # what one holds at its start all have in the second round
+    due, unshown = start + 0.75 * length, list[bytes]()
     while True:
         queues = peer.gossip.get((height, round_), {})
         number = int((peer.now - start) / length) + 1
         for sender in list(queues):
             for gossip in queues.pop(sender):
-                exchange.note_gossip(sender, gossip)
+                if exchange.note_gossip(sender, gossip):
+                    unshown.append(sender)
                 for relay in gossip.items:
                     letters = _accept(exchange, relay, number)
                     if letters and exchange.offer(letters):
                         passed = yield from _endorse(exchange, letters, relay.endorsements)
-                        yield Broadcast(others, m.Gossip(height, round_, (passed,)))
+                        audience = exchange.find_audience(letters, others)
+                        yield Broadcast(audience, m.Gossip(height, round_, (passed,)))
+        if unshown and (peer.now >= due or len(exchange.offers) >= len(others)):
+            for member in unshown:
+                yield from _show(exchange, member)
+            unshown.clear()
         outrun = exchange.certificate is not None and not exchange.is_bound
         if outrun or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
             return
         if _find_departure(peer, exchange.epoch, height + 1) is not None:
             return
-        yield from peer.receive(end)
+        yield from peer.receive(min(end, due) if unshown else end)
         _look_below(peer, height)
         _look_ahead(peer, exchange.epoch, height, round_)
+
+
+def _show(exchange: _Exchange, member: bytes) -> Story:
+    """Show a member what I hold and it does not."""
+    relays = []
+    for letter in exchange.find_lacking(member):
+        relays.append((yield from _endorse(exchange, [letter], ())))
+    for items in _split(relays) if relays else ():
+        yield Send(member, m.Gossip(exchange.height, exchange.round, items))
 
 
 def _split(items: Sequence[m.Relay]) -> list[tuple[m.Relay, ...]]:
@@ -479,10 +564,9 @@ def _split(items: Sequence[m.Relay]) -> list[tuple[m.Relay, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _held(peer: Peer, roster: Sequence[bytes], height: int, round_: int) -> list[Letter]:
+def _held(peer: Peer, roster: Sequence[bytes], height: int) -> list[Letter]:
     pages = [peer.page(height), peer.page(height + 1)]
     letters = [letter for page in pages for key in roster for letter in page.get_all(key)]
-    letters += [x for who, x in peer.timeouts.get((height, round_), {}).items() if who in roster]
     return letters + [peer.joins[key] for key in sorted(peer.absent) if key in peer.joins]
 
 
@@ -495,6 +579,8 @@ def _accept(exchange: _Exchange, relay: m.Relay, number: int) -> list[Letter] | 
         if letter is None:
             return None
         letters.append(letter)
+        if is_agreed(letter, exchange.height):
+            exchange.known[letter.digest] = letter
     item = compute_item_digest(letters)
     if item in exchange.accepted:
         return None
@@ -542,7 +628,8 @@ def _choose(exchange: _Exchange) -> m.Outcome | None:
     if exchange.round > 0:
         # Two quorums share an honest member: if an earlier round was settled, one of these says what is prepared. Its
         # word counts only together with the votes behind it, or they could be late and it would go unheeded.
-        status = [x.body for held in exchange.seen.timeouts.values() for x in held[:1]]
+        said = peer.timeouts.get((exchange.height, exchange.round), {})
+        status = [x.body for who, x in said.items() if who in epoch.view.roster]
         heard = [x for x in status if isinstance(x, m.Timeout) and (x.prepared is None or x.prepared in exchange.shown)]
         if len(heard) < compute_quorum(peer.config, epoch.view):
             return None
@@ -556,13 +643,16 @@ def _choose(exchange: _Exchange) -> m.Outcome | None:
         return msgspec.structs.replace(body, round=0, final=False)
     if resolution is None or view is None:
         return None
-    out, late = tuple(sorted(resolution.out)), tuple(sorted(resolution.late))
-    return m.Outcome(0, False, resolution.slots, out, late, resolution.stands, view.digest)
+    settlement = m.Settlement(resolution.slots, tuple(sorted(resolution.out)), resolution.stands)
+    digest = compute_settlement_digest(settlement)
+    peer.settlements[digest] = settlement
+    return m.Outcome(0, False, digest, bool(resolution.out), view.digest)
 
 
 def _resolve(exchange: _Exchange) -> Resolution | None:
     peer, epoch = exchange.peer, exchange.epoch
     view = epoch.view
+    exchange.note_offers()
 
     def choose(banned: frozenset[bytes], removed: frozenset[bytes], stands: bool) -> frozenset[bytes] | None:
         changes = Changes(banned, removed)
@@ -663,7 +753,7 @@ def _find_quorum(peer: Peer, view: View, votes: Values) -> list[Letter] | None:
 def _find_departure(peer: Peer, epoch: Transcript, height: int) -> list[Letter] | None:
     """Final votes at the next height that put somebody out: whoever cast them came down from there too late."""
     final = _find_final(peer, epoch, height)
-    return final if final is not None and isinstance(final[0].body, m.Outcome) and final[0].body.out else None
+    return final if final is not None and isinstance(final[0].body, m.Outcome) and final[0].body.ends else None
 
 
 def _settle(exchange: _Exchange, final: list[Letter], others: tuple[bytes, ...]) -> Story:
@@ -672,10 +762,10 @@ def _settle(exchange: _Exchange, final: list[Letter], others: tuple[bytes, ...])
     settled, messages = final[0].body, tuple(x.message for x in final)
     assert isinstance(settled, m.Outcome)
     peer.finals[messages[0].height] = messages
-    yield Broadcast(others, m.Certificate(messages))
-    if not settled.out:
-        peer.late |= set(settled.late)
-        yield from _take_slots(peer, epoch, exchange, settled)
+    yield from _share_final(exchange, final, settled)
+    if not settled.ends:
+        _note_late(peer, exchange.height)
+        yield from _take_slots(peer, exchange, settled)
         return
     for page in (exchange.seen.here, exchange.seen.next):  # two of one sender are evidence
         for letter in (*page.letters.values(), *page.seconds.values()):
@@ -683,19 +773,51 @@ def _settle(exchange: _Exchange, final: list[Letter], others: tuple[bytes, ...])
     known = (x.outcomes[settled.view] for x in peer.transcripts.values() if settled.view in x.outcomes)
     view = next(known, None)  # of this attempt, or of the next, if those who came down from there had settled it
     if view is not None:
-        yield Broadcast(others, m.Chain((m.Link(encode_view(view), messages),)))
         raise Lost(view, messages, epoch)
     while True:  # somebody who voted has the view; when it comes, Lost is raised
-        yield Broadcast(others, m.PullChain(peer.base.height))
+        yield Broadcast(peer.choose_some(), m.PullChain(peer.base.height))
         end = peer.now + peer.config.delta
         while peer.now < end:
             yield from peer.receive(end)
 
 
-def _take_slots(peer: Peer, epoch: Transcript, exchange: _Exchange, settled: m.Outcome) -> Story:
+def _share_final(exchange: _Exchange, final: list[Letter], settled: m.Outcome) -> Story:
+    """Everybody sends its own final vote to all. Show a quorum to those that may lack one: who stays and cast none."""
+    peer, place = exchange.peer, final[0].message.height
+    known = peer.settlements.get(settled.settlement)
+    gone = known.out if known is not None else ()
+    staying = {key for key in _get_electorate(peer, exchange.epoch, place).roster if key not in gone} - {peer.key}
+    end = peer.now + peer.config.delta
+
+    def find_rest() -> set[bytes]:
+        voted = (who for (at, _, is_final), votes in peer.votes.items() if at == place and is_final for who in votes)
+        return staying.difference(voted)
+
+    while peer.now < end and find_rest():
+        yield from peer.receive(end)
+    rest = tuple(sorted(find_rest()))
+    if rest:
+        yield Broadcast(rest, m.Certificate(tuple(letter.message for letter in final)))
+
+
+def _note_late(peer: Peer, height: int) -> None:
+    """Those that I missed in time and that came all the same: if others say so too, a strike."""
+    said = peer.timeouts.get((height, 0), {}).get(peer.key)
+    if said is not None and isinstance(said.body, m.Timeout):
+        peer.late |= {key for key in said.body.missing if key in peer.page(height).letters}
+
+
+def _take_slots(peer: Peer, exchange: _Exchange, settled: m.Outcome) -> Story:
     """Hold the letters that the outcome names, asking for them if need be."""
-    page = peer.page(exchange.height)
-    wanted = {slot.owner: slot.value for slot in settled.slots if slot.height == exchange.height}
+    page, digest, again = peer.page(exchange.height), settled.settlement, peer.now
+    while digest not in peer.settlements:
+        if peer.now >= again:
+            again = peer.now + peer.config.delta
+            peer.asked.add(("settlement", peer.view.step, digest))
+            yield Broadcast(_others(peer, exchange.epoch), m.PullSettlement(digest))
+        yield from peer.receive(again)
+    slots = peer.settlements[digest].slots
+    wanted = {slot.owner: slot.value for slot in slots if slot.height == exchange.height}
     page.settled = {key: value for key, value in wanted.items() if value is not None}
     for seen in (exchange.seen.here, exchange.seen.next):
         for letter in seen.letters.values():
@@ -752,9 +874,9 @@ def _await_round(
                 yield Broadcast(others, m.Certificate(tuple(found)))
         if said:
             yield from _say_failed(peer, epoch, height, round_ + 1, prepared, others)
-        elif alarm.evidence:  # for those who come back
-            yield Broadcast(_find_hearers(peer, epoch), alarm)
-        yield Broadcast(others, m.PullChain(peer.base.height))
+        else:  # for those who come back
+            yield from _spread_alarm(peer, epoch, alarm)
+        yield Broadcast(peer.choose_some(), m.PullChain(peer.base.height))
         yield from _ask_lacking(peer, others)
         end, known = peer.now + 4 * delta, _count_held(peer, height)
         while peer.now < end and (said or known == _count_held(peer, height)):
@@ -785,6 +907,6 @@ def _is_hopeful(exchange: _Exchange) -> bool:
     peer, height, round_ = exchange.peer, exchange.height, exchange.round + 1
     trial = _Exchange(peer, exchange.epoch, height, round_)
     trial.note_support(peer.key, peer.page(height).letters)
-    for letter in _held(peer, exchange.epoch.view.roster, height, round_):
+    for letter in _held(peer, exchange.epoch.view.roster, height):
         trial.offer([letter])
     return _resolve(trial) is not None

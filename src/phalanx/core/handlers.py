@@ -13,7 +13,13 @@ from phalanx.core.effects import Broadcast, Effect, ReadState, Send, Sign, Story
 from phalanx.core.membership import decode_view, encode_view, is_another_electorate
 from phalanx.core.messages import MAX_CHUNK, Phase
 from phalanx.core.peer import FUTURE_HEIGHTS, KEPT_ROUNDS, Handler, Lost, Peer, Pile, compute_case_digest
-from phalanx.core.slowpath import compute_item_digest, is_valid_alarm, weigh_items, weigh_messages
+from phalanx.core.slowpath import (
+    compute_item_digest,
+    compute_settlement_digest,
+    is_valid_alarm,
+    weigh_items,
+    weigh_messages,
+)
 from phalanx.core.transcript import Page, Values, compute_values_root
 from phalanx.core.wire import Piece
 
@@ -152,6 +158,19 @@ def _on_state(peer: Peer, sender: bytes, message: m.StateChunk) -> Story:
     yield from ()
 
 
+def _on_pull_settlement(peer: Peer, sender: bytes, message: m.PullSettlement) -> Story:
+    found = peer.settlements.get(message.settlement) if sender in peer.circle else None
+    if found is not None and _may_answer(peer, sender, m.PullSettlement):
+        yield Send(sender, found)
+
+
+def _on_settlement(peer: Peer, sender: bytes, message: m.Settlement) -> Story:
+    digest = compute_settlement_digest(message)
+    if ("settlement", peer.view.step, digest) in peer.asked:
+        peer.settlements[digest] = message
+    yield from ()
+
+
 def _on_pull_proof(peer: Peer, sender: bytes, message: m.PullProof) -> Story:
     case = peer.cases.get(message.case) if sender in peer.circle else None
     if case is not None and _may_answer(peer, sender, m.PullProof, 2 * m.MAX_BALLOTS):
@@ -238,9 +257,9 @@ def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
         held = peer.alarms.get(message.height)
         if held is None or held.round < message.round:
             peer.alarms[message.height] = message
-    elif (message.height, message.round) not in peer.answered_alarms:
-        peer.answered_alarms.add((message.height, message.round))
-        yield from answer_alarm(peer, message)
+    elif (sender, message.height, message.round) not in peer.answered_alarms:
+        peer.answered_alarms.add((sender, message.height, message.round))
+        yield from answer_alarm(peer, sender, message)
 
 
 def ask_back(peer: Peer, round_: int) -> Story:
@@ -250,7 +269,7 @@ def ask_back(peer: Peer, round_: int) -> Story:
     yield Broadcast(peer.others, join)
 
 
-def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:
+def answer_alarm(peer: Peer, sender: bytes, alarm: m.Alarm) -> Story:
     """All messages of the next height are the proof that this one is settled."""
     here, epoch = peer.find_epoch(alarm.height), peer.find_epoch(alarm.height + 1)
     page = peer.pages.get(alarm.height + 1)
@@ -265,12 +284,12 @@ def answer_alarm(peer: Peer, alarm: m.Alarm) -> Story:
     )
     relay = m.Relay(tuple(letter.message for letter in letters), (endorsement,))
     peer.grace = peer.time + 3 * peer.config.delta
-    yield Broadcast(peer.others, m.Gossip(alarm.height, alarm.round, (relay,)))
+    yield Send(sender, m.Gossip(alarm.height, alarm.round, (relay,)))
 
 
 def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
     near = peer.level - 1 <= message.height <= peer.level + FUTURE_HEIGHTS
-    if near and message.items and sender in peer.circle:
+    if near and (message.items or message.held) and sender in peer.circle:
         places = [place for place, queues in peer.gossip.items() if sender in queues]
         place = (message.height, message.round)
         if place not in places and len(places) >= KEPT_ROUNDS:  # of what one member sends the latest rounds are kept
@@ -279,7 +298,8 @@ def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
             if not peer.gossip[oldest]:
                 del peer.gossip[oldest]
         pile = peer.gossip.setdefault(place, {}).setdefault(sender, Pile())
-        held, weight = sum(x[sender].weight for x in peer.gossip.values() if sender in x), weigh_items(message.items)
+        weight = weigh_items(message.items) + sum(map(len, message.held))
+        held = sum(x[sender].weight for x in peer.gossip.values() if sender in x)
         if held + weight <= _GOSSIP_BYTES + len(peer.circle) * _GOSSIP_BYTES_EACH:
             pile.append(message)
             pile.weight += weight
@@ -299,6 +319,8 @@ HANDLERS: dict[type, Handler] = {
     m.PullAggregate: _on_pull_aggregate,
     m.PullState: _on_pull_state,
     m.PullProof: _on_pull_proof,
+    m.PullSettlement: _on_pull_settlement,
+    m.Settlement: _on_settlement,
     m.PullChain: _on_pull_chain,
     m.Accusation: _on_case,
     m.Equivocation: _on_case,

@@ -461,7 +461,7 @@ def _decide_votes(
                 ballots = _ballots(transcript, case.digest)
                 # Right bytes, shown to all, would have cleared it: it shows wrong ones to some.
                 lacking = sum(ballots.get(key) in (Verdict.NOT_RECEIVED, Verdict.GUILTY) for key in voters)
-                if 2 * lacking > len(voters):
+                if 2 * lacking > len(voters) and not _has_been_out(view, suspect):
                     unshown.append(suspect.key)
         elif case.accusers and is_received(config, transcript, case):
             charge = cases[case.digest]
@@ -511,6 +511,12 @@ def _decide_votes(
             for key, _, offence in found:
                 if key not in view.banned:
                     decision.ban(key, offence)
+
+
+def _has_been_out(view: View, suspect: Suspect) -> bool:
+    """Whether a member was suspended since that commit: it may have lost its bytes, and has paid for its absence."""
+    place = (suspect.step, suspect.attempt)
+    return any(suspect.key not in x.roster for x in view.attempts if (x.step, x.attempt) > place)
 
 
 def _get_vote_evidence(transcript: Transcript) -> tuple[Signed, ...]:
@@ -796,7 +802,7 @@ def follow_resolution(
     if not resolution.out:
         return transcript.view
     previous = compute_digest("slow path", *(x for slot in resolution.slots for x in (slot.owner, slot.value or b"")))
-    changes = Changes(resolution.banned, resolution.removed, resolution.late, coming=resolution.coming)
+    changes = Changes(resolution.banned, resolution.removed, coming=resolution.coming)
     start = height + 3  # above everything that anybody has signed
     if concluded is not None:
         return retry_step(config, concluded, changes, start, previous)

@@ -51,6 +51,7 @@ Chunk: TypeAlias = Annotated[bytes, Meta(max_length=MAX_CHUNK)]
 Path: TypeAlias = Annotated[tuple[Digest, ...], Meta(max_length=MAX_PATH)]
 Indices: TypeAlias = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_MEMBERS)]
+Held: TypeAlias = Annotated[bytes, Meta(max_length=2 * DIGEST_SIZE)]
 Pairs: TypeAlias = Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=MAX_OPENINGS)]
 
 
@@ -304,24 +305,17 @@ class SlotOutcome(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Outcome(_Said, frozen=True):
-    """How a slow path ended: what fills its slots, who is out, who was late, and the view that follows.
+    """A vote on how a slow path ends: on the digest of its ``Settlement``, and on the view that follows.
 
     Two votes settle it: a quorum of first votes lets a member cast the second, a quorum of second votes is final.
     """
 
     round: Round
     final: bool
-    slots: Annotated[tuple[SlotOutcome, ...], Meta(max_length=2 * MAX_MEMBERS)]
-    out: Keys
-    late: Keys
-    stands: bool
-    """Whether the step that was being confirmed stands."""
+    settlement: Digest
+    ends: bool
+    """Whether somebody goes, so that the attempt is over."""
     view: Digest
-
-    def __post_init__(self) -> None:
-        _require(_is_increasing(tuple((slot.height, slot.owner) for slot in self.slots)), "slots: not increasing")
-        _require(_is_increasing(self.out), "out: not increasing")
-        _require(_is_increasing(self.late), "late: not increasing")
 
 
 class Opening(_Said, frozen=True):
@@ -453,11 +447,28 @@ class Relay(_Said, frozen=True):
 
 
 class Gossip(_Said, frozen=True):
-    """Items of one round of the slow path at ``height``."""
+    """Items of one round of the slow path at ``height``.
+
+    ``held`` says what the sender holds at its start: for each member in the order of the roster the digests of its
+    letters, first for this height, then for the next. Whoever holds more shows it.
+    """
 
     height: Height
     round: Round
     items: Annotated[tuple[Relay, ...], Meta(max_length=4 * MAX_MEMBERS)]
+    held: Annotated[tuple[Held, ...], Meta(max_length=2 * MAX_MEMBERS)] = ()
+
+
+class Settlement(_Said, frozen=True):
+    """How a slow path ended: what fills its slots, who is out, and whether the step that was being confirmed stands."""
+
+    slots: Annotated[tuple[SlotOutcome, ...], Meta(max_length=2 * MAX_MEMBERS)]
+    out: Keys
+    stands: bool
+
+    def __post_init__(self) -> None:
+        _require(_is_increasing(tuple((slot.height, slot.owner) for slot in self.slots)), "slots: not increasing")
+        _require(_is_increasing(self.out), "out: not increasing")
 
 
 class Alarm(_Said, frozen=True):
@@ -535,6 +546,12 @@ class PullChain(_Said, frozen=True):
     """The views that follow the one that started at this height."""
 
     height: Height
+
+
+class PullSettlement(_Said, frozen=True):
+    """What a quorum has voted for and the sender cannot tell itself."""
+
+    settlement: Digest
 
 
 class PullManifest(_Said, frozen=True):
@@ -662,6 +679,7 @@ Direct: TypeAlias = (
     | AggregateChunk
     | StateChunk
     | Gossip
+    | Settlement
     | Alarm
     | Manifest
     | Certificate
@@ -672,6 +690,7 @@ Direct: TypeAlias = (
     | PullState
     | PullProof
     | PullChain
+    | PullSettlement
     | PullManifest
 )
 Message: TypeAlias = Signed | Direct | Proof | Accusation

@@ -33,12 +33,15 @@ from phalanx.core.wire import WIRE_TYPES, Piece, decode_tensor, view_bytes
 _PAST_HEIGHTS = 64
 FUTURE_HEIGHTS = 4
 _MOST_CASES = 1024
+_MOST_SETTLEMENTS = 32
 _MOST_JOINS = 256
 _PASSED_JOINS, _NEW_JOINS = 16, 64
 """Requests to join that are passed on within ``delta``: those of one member, and those of all strangers together."""
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
+SOON = 8
+"""In a part of ``delta`` so small a message that nothing held up is here: what is late is asked for then."""
 KEPT_ROUNDS = 8
 """Of a slow path, from one sender."""
 _MOST_TRIALS = 4
@@ -145,6 +148,8 @@ class Peer:
         """Commits of probationers by height, sender and digest."""
         self.timeouts: dict[tuple[int, int], dict[bytes, Letter]] = {}
         self.votes: dict[tuple[int, int, bool], dict[bytes, Letter]] = {}
+        self.settlements: dict[bytes, m.Settlement] = {}
+        """How slow paths may end, by digest: those that I came to, or asked for."""
         self.finals: dict[int, tuple[Signed, ...]] = {}
         """Final votes of slow paths that are settled."""
         self.alarms: dict[int, m.Alarm] = {}
@@ -170,7 +175,7 @@ class Peer:
         """Until when I wait for the bytes behind somebody's commit, in this round of checks."""
         self.bearers: dict[tuple[int, int, bytes], set[bytes]] = {}
         """Who accuses it, in this vote."""
-        self.answered_alarms: set[tuple[int, int]] = set()
+        self.answered_alarms: set[tuple[bytes, int, int]] = set()
         self.gradients: dict[tuple[int, bytes], Tensor] = {}
         """What was computed lately for others, by step and seed."""
         self.finished: dict[int, Any] = {}
@@ -260,6 +265,7 @@ class Peer:
             _drop(
                 self.cases, [digest for digest in self.cases if digest not in needed][: len(self.cases) - _MOST_CASES]
             )
+        _drop(self.settlements, list(self.settlements)[: max(0, len(self.settlements) - _MOST_SETTLEMENTS)])
         self.asked = {request for request in self.asked if request[1] >= old}
         self.partial = {place: assembly for place, assembly in self.partial.items() if place[1] >= old}
 
@@ -489,6 +495,11 @@ class Peer:
         held = self.parts.get(place)
         if held is None or not self.has_part(place):
             self.parts[place] = (self.put_away(data), chunk.path)
+
+    def is_coming(self, place: tuple[int, int, bytes, int]) -> bool:
+        """Whether some of a part's bytes are here already, from its owner."""
+        step, attempt, owner, part = place
+        return ("part", step, attempt, owner, part, owner) in self.partial
 
     def put_away(self, data: Piece) -> Piece:
         """Bytes that will be read a few times at most: as they are, or from the shelf."""

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from phalanx.core.codec import encode
 from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.messages import Alarm, Phase, Relay, Signed, SlotOutcome, Timeout
+from phalanx.core.messages import Alarm, Phase, Relay, Settlement, Signed, SlotOutcome, Timeout
 from phalanx.core.transcript import Page, Transcript, Values, compute_values_root
 
 SEALING = (Phase.SEAL, Phase.ABORT)
@@ -74,6 +75,10 @@ def compute_item_digest(letters: Iterable[Letter]) -> bytes:
     return compute_digest("item", *(letter.digest for letter in letters))
 
 
+def compute_settlement_digest(settlement: Settlement) -> bytes:
+    return compute_digest("settlement", encode(settlement))
+
+
 def weigh_messages(messages: Iterable[Signed]) -> int:
     """About as many bytes as these messages have, on the wire or in memory."""
     return sum(_SIGNED_BYTES + len(message.body) for message in messages)
@@ -88,11 +93,10 @@ def weigh_items(items: Iterable[Relay]) -> int:
 
 @dataclass(slots=True)
 class Seen:
-    """What a slow path brought: letters of both heights, and timeouts."""
+    """What a slow path brought: letters of both heights, and who asks to be let in."""
 
     here: Page = field(default_factory=Page)
     next: Page = field(default_factory=Page)
-    timeouts: dict[bytes, list[Letter]] = field(default_factory=dict)
     joins: dict[bytes, Letter] = field(default_factory=dict)
     """Requests of suspended members that are there and hold the state."""
     supports: dict[bytes, Values] = field(default_factory=dict)
@@ -105,7 +109,6 @@ class Resolution:
 
     banned: frozenset[bytes]
     removed: frozenset[bytes]
-    late: frozenset[bytes]
     coming: frozenset[bytes]
     """Suspended members that come in, where too few would be left without them."""
     root: bytes
@@ -140,13 +143,6 @@ def resolve(
     double = {key for key in roster if key in here.seconds}
     banned = double | {key for key in roster if key in beyond.seconds}
     missing = {key for key in roster if key not in here.letters}
-    named = Counter(
-        key
-        for timeouts in seen.timeouts.values()
-        if len(timeouts) == 1  # of somebody who signed several, each member may have seen other ones
-        for key in (timeouts[0].body.missing if isinstance(timeouts[0].body, Timeout) else ())
-    )
-    late = {key for key in roster if named[key] > bound and key not in missing}
 
     # The height before is settled: one root has an honest member behind it.
     roots = Counter(here.letters[key].message.previous for key in roster if key not in missing | double)
@@ -191,7 +187,6 @@ def resolve(
     return Resolution(
         frozenset(banned),
         removed,
-        frozenset(late - removed - banned),
         coming,
         root,
         values,

@@ -62,7 +62,7 @@ from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.opening import fetch_opened, find_opening_time, open_parts
 from phalanx.core.partition import join_parts, split_parts
-from phalanx.core.peer import Own, Peer
+from phalanx.core.peer import SOON, Own, Peer
 from phalanx.core.transcript import Transcript, Values
 from phalanx.core.verification import ACCUSER_MARGIN, compute_column, is_same_report, projection_seeds, read_stack
 
@@ -253,16 +253,21 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
     places = [(view.step, view.attempt, key, peer.index) for key in peer.duties.contributors]
     wanted, looked = [place for place in places if not peer.has_part(place)], peer.arrivals
     ask_at = peer.entered + patience / 2  # what was lost on the way, or with my memory, is sent again
+    soon = math.inf
     while wanted:
         if looked != peer.arrivals:
             looked = peer.arrivals
             wanted = [place for place in wanted if place not in peer.parts or not peer.has_part(place)]
         if not wanted or peer.time >= peer.entered + patience:
             break
+        if soon == math.inf and len(wanted) <= view.bound:  # the others are here: these are late
+            soon = peer.time + peer.config.delta / SOON
+            ask_at = min(ask_at, soon)
         if peer.time >= ask_at:
-            ask_at = math.inf
+            ask_at = peer.entered + patience / 2 if peer.time < peer.entered + patience / 2 else math.inf
             for lost in wanted:
-                yield from ask_part(peer, lost, (lost[2],))
+                if ask_at == math.inf or not peer.is_coming(lost):
+                    yield from ask_part(peer, lost, (lost[2],))
         yield from peer.listen(min(ask_at, peer.entered + patience))
     trials = tuple(list_trials(peer))
     if wanted:
@@ -362,7 +367,7 @@ def gather(peer: Peer, patience: float) -> Story:
     in_time = peer.member or peer.key in transcript.served
     yield from ask_early(peer)
     if in_time and not is_here():  # what is under way should not be asked for
-        soon = min(until, peer.time + peer.config.delta)
+        soon = min(until, peer.time + 2 * peer.config.delta / SOON)
         while peer.time < soon and not is_here():
             yield from peer.listen(soon)
         if peer.on_trial:

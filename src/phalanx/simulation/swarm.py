@@ -145,6 +145,10 @@ class Swarm:
         self.finished.discard(key)
         self.world.restart(key)
 
+    def disturb(self, key: bytes, until: float) -> None:
+        """Say that ``delta`` does not hold for what this peer sends and receives, until then."""
+        self._unsteady[key] = max(until, self._unsteady.get(key, until))
+
     def leave(self, key: bytes) -> None:
         """Have a peer announce that it leaves; it is stopped once it is out."""
         if self.is_up(key):
