@@ -163,7 +163,6 @@ def make_swarm(
         "gradient_time": 5 * compute,
         "transfer_time": 1.0,
         "partition_safe": safe,
-        "outages": max(0, min(2, n - 2 * b - 1 - VALIDATORS, n - 3 * b - 1 if safe else 2)),  # of older cores
     }
     filters = {n - 1 - i: load_attack(attack) for i in range(b)} if attack is not None else {}
     setup = Setup(founders=n, settings=settings, compute_time=compute, attackers=filters)

@@ -90,7 +90,7 @@ class FreeBans(Attack):
         waiting = [signer for signer in signers if signer.key not in tried and signer.key not in view.banned]
         at = (insider.config.run, view.height, view.step, view.attempt, Phase.COMMIT, bytes(32))
         for signer in waiting[: 2 * insider.config.admissions]:
-            yield Broadcast(view.roster, seal(signer, *at, m.Join(view.previous, "any")))
+            yield Broadcast(view.roster, seal(signer, *at, m.Join(view.digest, 0)))
         for signer in signers:
             if signer.key in tried:
                 yield Broadcast(view.roster[:1], make_malformed(insider, signer, height=view.height))

@@ -244,9 +244,7 @@ def test_a_reveal_that_calls_itself_a_seal_does_not_divide_the_members(links: Li
 
 
 def test_a_reveal_that_calls_itself_a_seal_does_not_divide_the_members_while_one_is_out() -> None:
-    swarm = make_swarm(
-        {5: RevealNamedSeal(late=True, start=1)}, founders=6, byzantine=1, steps=6, links=EVEN
-    )
+    swarm = make_swarm({5: RevealNamedSeal(late=True, start=1)}, founders=6, byzantine=1, steps=6, links=EVEN)
     swarm.plot.notes["victims"] = swarm.keys[:1]
     assert swarm.run(200.0, lambda: "right" in get_notes(swarm, 5))
     swarm.crash(swarm.keys[4])
