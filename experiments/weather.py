@@ -38,9 +38,8 @@ import torch
 
 from phalanx.attacks import load_attack
 from phalanx.attacks.patience import compute_least
-from phalanx.core import events
 from phalanx.core.crypto import Domain
-from phalanx.core.events import Banned, Halted, Removed, SlowPath, StepFinished
+from phalanx.core.events import Banned, Removed, SlowPath, StepFinished
 from phalanx.core.membership import View
 from phalanx.core.messages import Phase
 from phalanx.network.simulated import Links
@@ -49,8 +48,6 @@ from phalanx.simulation.weather import Kind, LateMessages, Moment, Stalls, Weath
 
 DELTA = 2.0
 VALIDATORS = 1
-WAITS = tuple({Halted, getattr(events, "Waiting", Halted)})
-"""What a member notes that waits for others. (``Waiting`` is new: until all cores have it, it is looked up.)"""
 PATIENCE = 400
 """Deltas without a step, in calm weather, after which a run is said to wait."""
 RETURN = 50
@@ -104,8 +101,6 @@ class Watch:
             self.removed.add((event.key, event.step))
         elif kind is SlowPath:
             self.slow_paths.add(event.height)
-        elif kind in WAITS and key in self.honest and self.swarm.is_steady(key, 60 * self.config.delta):
-            self._wait(event)
 
     def list_out(self) -> list[bytes]:
         """Honest peers that are no members, or whose weather was bad until now."""
@@ -113,16 +108,20 @@ class Watch:
         grace = 40 * self.config.delta
         return [key for key in self.honest if key not in members or not self.swarm.is_steady(key, grace)]
 
-    def _wait(self, event: Any) -> None:
-        """A member waits: attackers should not be able to have it wait while few honest members are out."""
-        out, view = len(self.list_out()), self.view
-        banned, doubts = (len(view.banned), view.doubts) if view is not None else (0, self.config.byzantine)
-        most = min(self.config.byzantine, doubts)
-        if event.height not in self.waits and 0 <= len(self.swarm.keys) - banned - 3 * most - 1 - VALIDATORS >= out:
-            self.halts.append((event.step, out))
-        self.waits.add(event.height)
+    def _note_pause(self, time: float) -> None:
+        """A run that stood still: attackers should not be able to have it wait while few honest members are out."""
+        stalls = (stall.end for stall in self.weather.past[-100:] if stall.end < time)
+        idle = time - max(self.time, *stalls, 0.0)
+        b, delta, view = self.config.byzantine, self.config.delta, self.view
+        longest = (b + 1) * (40 + 4 * b) * delta + 20 * self.config.gradient_time  # each attacker ends one attempt
+        if view is None or idle <= longest:
+            return
+        most, out = min(b, view.doubts), len(self.list_out())
+        if 0 <= len(self.swarm.keys) - len(view.banned) - 3 * most - 1 - VALIDATORS >= out:
+            self.halts.append((view.step, out))
 
     def _see(self, time: float, view: View) -> None:
+        self._note_pause(time)
         self.step, self.time, self.view = view.step, time, view
         members = set(view.roster)
         honest = len(members & self.honest)

@@ -75,7 +75,8 @@ class Justice(Checker):
     def _audit(self, peer: Peer, transcript: Transcript, after: View) -> None:
         config, view = self.config, transcript.view
         for who, steps in self.wrong.items():
-            if view.step - 1 in steps and who not in after.banned:  # a suspended member is drawn as if it were there
+            known = {*after.roster, *(member.key for member in after.suspended)}  # a draw reaches those that left
+            if view.step - 1 in steps and who in known:
                 self._try_luck(view.step, who, 1 - steps[view.step - 1])
         self._check_shares(transcript)
         count, wire = len(view.roster), WIRE_TYPES[config.wire]
