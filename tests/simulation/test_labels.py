@@ -46,7 +46,8 @@ class QuietFrom(Hushed):
 
 @dataclass(kw_only=True, eq=False)
 class WrongAndGone(QuietFrom):
-    """Its gradient is wrong, but it is removed as silent before anybody has seen that, and banned later."""
+    """Its gradient is wrong, but it is suspended as silent before anybody has seen that, and banned later: what it committed
+    to in the attempt that died of its silence is checked in the next step."""
 
     def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
         return gradient + 1.0
@@ -57,7 +58,7 @@ def test_a_joiner_can_follow_past_a_ban_of_one_that_was_no_longer_a_member() -> 
     settings = {"byzantine": 2, "steps": 40, "size": 64, "tau": 1.0, "cap": 100.0, "newcomer_probation": 6}
     attackers = {7: WrongAndGone(first=m.Reveal, start=1), 8: QuietFrom(first=m.Commit, start=6)}
     setup = Setup(founders=9, joiners=1, attackers=attackers, settings=settings | {"partition_safe": True})
-    swarm = Swarm(setup, 1, replace(UNEVEN), keep_events=True)
+    swarm = Swarm(setup, 2, replace(UNEVEN), keep_events=True)
     assert swarm.run(200.0, lambda: is_out(swarm, 8))
     assert [*get_bans(swarm)] == [swarm.keys[7]], describe(swarm)
     swarm.start(9)
