@@ -59,7 +59,7 @@ def make_effect(height: int, body: Body, phase: Phase = Phase.SEAL) -> Sign:
 
 
 def make_vote(round_: int, final: bool, number: int = 0) -> Outcome:
-    return Outcome(round_, final, (), (), (), True, name(number))
+    return Outcome(round_, final, name(9), True, name(number))
 
 
 def sign(journal: Journal, height: int, number: int = 0) -> Signed:
@@ -167,7 +167,7 @@ def test_a_ballot_is_a_height_a_round_and_a_stage(path: Path) -> None:
     [
         Timeout((name(1),), 0, None),
         Endorsement(0, name(1)),
-        Join(name(1), "any"),
+        Join(name(1), 0),
         Opening(0, name(1), ()),
         Trial(name(1)),
     ],

@@ -212,24 +212,24 @@ class CommitForLeaver(LateSeal):
 def test_an_alarm_that_comes_when_the_leaver_is_gone_halts_nobody() -> None:
     """Those who stay wait long for the attacker's gradient."""
     attack = CommitForLeaver(wait=25.0)
-    swarm = make_swarm({3: attack}, founders=4, byzantine=1, steps=8, gradient_time=60.0, links=EVEN)
+    swarm = make_swarm({5: attack}, founders=6, byzantine=1, steps=8, gradient_time=60.0, links=EVEN)
     swarm.plot.notes["leaver"], swarm.plot.notes["victim"] = leave(swarm, 0), swarm.keys[1]
     swarm.run(400.0, swarm.is_over)
-    assert get_notes(swarm, 3)["complaint"]
+    assert get_notes(swarm, 5)["complaint"]
     assert_others_go_on(swarm, swarm.keys[:1])
 
 
 def test_a_leaver_stays_while_one_of_the_others_may_be_out() -> None:
     """One of them goes out for good as soon as the leaver is gone."""
     attack = CommitForLeaver(wait=5.6)
-    swarm = make_swarm({5: attack}, founders=6, byzantine=1, steps=8, links=EVEN)
+    swarm = make_swarm({6: attack}, founders=7, byzantine=1, steps=8, links=EVEN)
     leaver = swarm.plot.notes["leaver"] = leave(swarm, 0)
     swarm.plot.notes["victim"] = swarm.keys[1]
     assert swarm.run(400.0, lambda: not swarm.is_up(leaver))
-    swarm.crash(swarm.keys[4], 0.0)
-    swarm.run(swarm.world.now + 100.0, lambda: {*swarm.keys[1:4]} <= swarm.finished)
-    assert get_notes(swarm, 5)["complaint"]
-    assert {*swarm.keys[1:4]} <= swarm.finished, describe(swarm)
+    swarm.crash(swarm.keys[5], 0.0)
+    swarm.run(swarm.world.now + 100.0, lambda: {*swarm.keys[1:5]} <= swarm.finished)
+    assert get_notes(swarm, 6)["complaint"]
+    assert {*swarm.keys[1:5]} <= swarm.finished, describe(swarm)
     assert not get_bans(swarm), describe(swarm)
 
 

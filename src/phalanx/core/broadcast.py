@@ -777,8 +777,8 @@ def _settle(exchange: _Exchange, final: list[Letter], others: tuple[bytes, ...])
     peer.finals[messages[0].height] = messages
     yield from _share_final(exchange, final, settled)
     if not settled.ends:
-        _note_late(peer, exchange.height)
         yield from _take_slots(peer, exchange, settled)
+        _note_late(peer, exchange.height)  # only now the letters that came all the same are on my page
         return
     for page in (exchange.seen.here, exchange.seen.next):  # two of one sender are evidence
         for letter in (*page.letters.values(), *page.seconds.values()):

@@ -526,7 +526,7 @@ def _choose_going(
             going += group
         elif not {*group} <= changes.leaving:
             owed.append(group)
-    return going, tuple(owed)
+    return going, tuple(group for group in owed if {*group} <= members)
 
 
 def _suspend(
