@@ -540,7 +540,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
                         passed = yield from _endorse(exchange, letters, relay.endorsements)
                         audience = exchange.find_audience(letters, others)
                         if audience:
-                            yield Broadcast(audience, m.Gossip(height, round_, (passed,)))
+                            yield Broadcast(audience, m.Gossip(height, round_, (passed,), ()))
         if unshown and (peer.now >= due or len(exchange.offers) >= len(others)):
             for member in unshown:
                 yield from _show(exchange, member)
@@ -561,7 +561,7 @@ def _show(exchange: _Exchange, member: bytes) -> Story:
     for letter in exchange.find_lacking(member):
         relays.append((yield from _endorse(exchange, [letter], ())))
     for items in _split(relays) if relays else ():
-        yield Send(member, m.Gossip(exchange.height, exchange.round, items))
+        yield Send(member, m.Gossip(exchange.height, exchange.round, items, ()))
 
 
 def _split(items: Sequence[m.Relay]) -> list[tuple[m.Relay, ...]]:

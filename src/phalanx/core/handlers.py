@@ -337,7 +337,7 @@ def answer_alarm(peer: Peer, sender: bytes, alarm: m.Alarm) -> Story:
     )
     relay = m.Relay(tuple(letter.message for letter in letters), (endorsement,))
     peer.grace = peer.time + 3 * peer.config.delta
-    yield Send(sender, m.Gossip(alarm.height, alarm.round, (relay,)))
+    yield Send(sender, m.Gossip(alarm.height, alarm.round, (relay,), ()))
 
 
 def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:
