@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from phalanx.core import messages as m
 from phalanx.core.certificates import find_certificate, find_phase
+from phalanx.core.crypto import Domain
 from phalanx.core.effects import Broadcast, Effect, ReadState, Send, Sign, Story
 from phalanx.core.membership import decode_view, encode_view, is_another_electorate
 from phalanx.core.messages import MAX_CHUNK, Phase
@@ -299,7 +300,9 @@ def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
         return
     message = complete_alarm(epoch, message)
     if not is_valid_alarm(peer.run, peer.examiner, epoch, message):
-        if message.height == peer.level + 1 and peer.member:  # what it is about may be what I lack
+        one = message.evidence[0] if len(message.evidence) == 1 else None
+        about = one is not None and one.domain is Domain.AGREED and one.height == message.height + 1
+        if about and message.height == peer.level + 1 and peer.member:  # whether it names another root I cannot tell
             yield Send(sender, m.PullMessages(message.height, tuple(sorted(epoch.view.roster))))
         return
     if peer.key in peer.absent:
