@@ -37,11 +37,9 @@ from typing import Any
 import torch
 
 from phalanx.attacks import load_attack
-from phalanx.attacks.patience import compute_least
-from phalanx.core import events
 from phalanx.core.crypto import Domain
-from phalanx.core.events import Banned, Halted, Removed, SlowPath, StepFinished
-from phalanx.core.membership import View
+from phalanx.core.events import Banned, Removed, SlowPath, StepFinished
+from phalanx.core.membership import View, compute_floor
 from phalanx.core.messages import Phase
 from phalanx.network.simulated import Links
 from phalanx.simulation.swarm import Setup, Swarm
@@ -49,8 +47,6 @@ from phalanx.simulation.weather import Kind, LateMessages, Moment, Stalls, Weath
 
 DELTA = 2.0
 VALIDATORS = 1
-WAITS = tuple({Halted, getattr(events, "Waiting", Halted)})
-"""What a member notes that waits for others. (``Waiting`` is new: until all cores have it, it is looked up.)"""
 PATIENCE = 400
 """Deltas without a step, in calm weather, after which a run is said to wait."""
 RETURN = 50
@@ -104,8 +100,6 @@ class Watch:
             self.removed.add((event.key, event.step))
         elif kind is SlowPath:
             self.slow_paths.add(event.height)
-        elif kind in WAITS and key in self.honest and self.swarm.is_steady(key, 60 * self.config.delta):
-            self._wait(event)
 
     def list_out(self) -> list[bytes]:
         """Honest peers that are no members, or whose weather was bad until now."""
@@ -113,21 +107,25 @@ class Watch:
         grace = 40 * self.config.delta
         return [key for key in self.honest if key not in members or not self.swarm.is_steady(key, grace)]
 
-    def _wait(self, event: Any) -> None:
-        """A member waits: attackers should not be able to have it wait while few honest members are out."""
-        out, view = len(self.list_out()), self.view
-        banned, doubts = (len(view.banned), view.doubts) if view is not None else (0, self.config.byzantine)
-        most = min(self.config.byzantine, doubts)
-        if event.height not in self.waits and 0 <= len(self.swarm.keys) - banned - 3 * most - 1 - VALIDATORS >= out:
-            self.halts.append((event.step, out))
-        self.waits.add(event.height)
+    def _note_pause(self, time: float) -> None:
+        """A run that stood still: attackers should not be able to have it wait while few honest members are out."""
+        stalls = (stall.end for stall in self.weather.past[-100:] if stall.end < time)
+        idle = time - max(self.time, *stalls, 0.0)
+        b, delta, view = self.config.byzantine, self.config.delta, self.view
+        longest = (b + 1) * (40 + 4 * b) * delta + 20 * self.config.gradient_time  # each attacker ends one attempt
+        if view is None or idle <= longest:
+            return
+        most, out = min(b, view.doubts), len(self.list_out())
+        if 0 <= len(self.swarm.keys) - len(view.banned) - 3 * most - 1 - VALIDATORS >= out:
+            self.halts.append((view.step, out))
 
     def _see(self, time: float, view: View) -> None:
+        self._note_pause(time)
         self.step, self.time, self.view = view.step, time, view
         members = set(view.roster)
         honest = len(members & self.honest)
         self.sizes += [(len(members), honest)] * (view.step + 1 - len(self.sizes))
-        self.margin = min(self.margin, len(members) - compute_least(self.config, view))
+        self.margin = min(self.margin, len(members) - compute_floor(self.config, view.doubts))
         if honest <= min(self.config.byzantine, view.doubts):
             self.thin.append(view.step)
         reachable = [key for key in self.honest if not self.weather.is_out(key)]
@@ -163,7 +161,6 @@ def make_swarm(
         "gradient_time": 5 * compute,
         "transfer_time": 1.0,
         "partition_safe": safe,
-        "outages": max(0, min(2, n - 2 * b - 1 - VALIDATORS, n - 3 * b - 1 if safe else 2)),  # of older cores
     }
     filters = {n - 1 - i: load_attack(attack) for i in range(b)} if attack is not None else {}
     setup = Setup(founders=n, settings=settings, compute_time=compute, attackers=filters)

@@ -13,6 +13,7 @@ from phalanx.core import messages as m
 from phalanx.core.crypto import Identity, compute_commitment
 from phalanx.core.merkle import compute_path, compute_root, hash_part
 from phalanx.core.messages import Phase, Rule, Signed, Verdict
+from phalanx.core.slowpath import compute_settlement_digest
 
 ALICE = Identity(bytes(range(32)))
 BOB = Identity(bytes(range(32, 64)))
@@ -43,6 +44,15 @@ def digest_of(number: int) -> bytes:
 
 # ---- Bodies, by name; the part before the dot is the type's name
 
+SETTLEMENT = m.Settlement(
+    (
+        m.SlotOutcome(HEIGHT, KEYS[0], digest_of(1), False),
+        m.SlotOutcome(HEIGHT, KEYS[1], None, False),
+        m.SlotOutcome(HEIGHT + 1, KEYS[0], None, True),
+    ),
+    KEYS[1:],
+    False,
+)
 _SHARE = compute_commitment(RUN, STEP, ATTEMPT, ALICE.key, SHARE, SALT)
 
 BODIES: dict[str, m.Body] = {
@@ -66,22 +76,12 @@ BODIES: dict[str, m.Body] = {
     "Timeout.first": m.Timeout(KEYS, 0, None),
     "Timeout.later": m.Timeout((), 2, digest_of(8)),
     "Endorsement": m.Endorsement(1, digest_of(9)),
-    "Outcome": m.Outcome(
-        1,
-        True,
-        (
-            m.SlotOutcome(HEIGHT, KEYS[0], digest_of(1), False),
-            m.SlotOutcome(HEIGHT, KEYS[1], None, False),
-            m.SlotOutcome(HEIGHT + 1, KEYS[0], None, True),
-        ),
-        KEYS[1:],
-        KEYS[:1],
-        False,
-        VIEW,
-    ),
+    "Outcome.first": m.Outcome(1, False, compute_settlement_digest(SETTLEMENT), True, VIEW),
+    "Outcome.final": m.Outcome(1, True, compute_settlement_digest(SETTLEMENT), True, VIEW),
     "Opening": m.Opening(3, DIGESTS[3], compute_path(DIGESTS, 3)),
     "Trial": m.Trial(ROOT),
-    "Join": m.Join(digest_of(11), "x86-64 avx2, torch 2.6, one thread"),
+    "Join.stranger": m.Join(digest_of(11), 0),
+    "Join.returning": m.Join(digest_of(11), 3),
 }
 
 PHASE_OF_BODY = {body: phase for phase, body in reversed(m.BODY_OF_PHASE.items())}
@@ -108,7 +108,10 @@ MESSAGES: dict[str, m.Message] = {
         HEIGHT + 1,
         0,
         (m.Relay((_COMMIT,), (sign(_ENDORSEMENT, BOB), sign(_ENDORSEMENT, CAROL))), m.Relay(_TIMEOUTS, ())),
+        (digest_of(1), b"", digest_of(2) + digest_of(3), b"", b"", digest_of(4)),
     ),
+    "Settlement": SETTLEMENT,
+    "PullSettlement": m.PullSettlement(compute_settlement_digest(SETTLEMENT)),
     "Alarm": m.Alarm(HEIGHT + 1, 0, _TIMEOUTS),
     "Manifest": m.Manifest(b'[run]\nname = "example"\n'),
     "Certificate": m.Certificate(_SEALS),
@@ -145,6 +148,11 @@ _MANY_KEYS = tuple(digest_of((1 << 255) + index) for index in range(m.MAX_MEMBER
 _MANY_PAIRS = tuple((owner, part) for owner in range(248, 256) for part in range(128, 256))
 _LONGEST_VERDICT = max(Verdict, key=len)
 
+LARGEST_SETTLEMENT = m.Settlement(
+    tuple(m.SlotOutcome((1 << 48) - before, key, digest_of(1), False) for before in (2, 1) for key in _MANY_KEYS),
+    _MANY_KEYS,
+    True,
+)
 LARGEST: dict[type, m.Body] = {
     m.Commit: BODIES["Commit.contributor"],
     m.Aggregate: m.Aggregate(
@@ -166,18 +174,10 @@ LARGEST: dict[type, m.Body] = {
     m.Abort: m.Abort(_MANY_KEYS, VIEW),
     m.Timeout: m.Timeout(_MANY_KEYS, 0, None),
     m.Endorsement: m.Endorsement((1 << 32) - 1, digest_of(9)),
-    m.Outcome: m.Outcome(
-        (1 << 32) - 1,
-        True,
-        tuple(m.SlotOutcome((1 << 48) - before, key, digest_of(1), False) for before in (2, 1) for key in _MANY_KEYS),
-        _MANY_KEYS,
-        _MANY_KEYS,
-        True,
-        VIEW,
-    ),
+    m.Outcome: m.Outcome((1 << 32) - 1, True, digest_of(1), True, VIEW),
     m.Opening: m.Opening(m.MAX_MEMBERS - 1, digest_of(0), _MANY_KEYS[: m.MAX_PATH]),
     m.Trial: BODIES["Trial"],
-    m.Join: m.Join(digest_of(0), "x" * 256),
+    m.Join: m.Join(digest_of(0), (1 << 32) - 1),
 }
 
 

@@ -21,7 +21,7 @@ from phalanx.network.ideal import make_signers
 SIGNERS, VERIFY = make_signers(304, 1, ideal=True)
 MEMBERS, STRANGERS = [signer.key for signer in SIGNERS[:4]], SIGNERS[4:]
 CONFIG = Config(founders=tuple(MEMBERS), byzantine=1, size=64, steps=10, state=bytes(32), delta=2.0).check()
-JOINS = [seal(x, CONFIG.run, 0, 0, 0, Phase.COMMIT, bytes(32), m.Join(bytes(32), "any")) for x in STRANGERS]
+JOINS = [seal(x, CONFIG.run, 0, 0, 0, Phase.COMMIT, bytes(32), m.Join(bytes(32), 0)) for x in STRANGERS]
 
 
 class Counted(Examiner):

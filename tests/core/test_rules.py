@@ -6,6 +6,7 @@ types as well (``verification.sum_bound``).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,12 +209,24 @@ class CoverAndLeave(Covered):
 
 
 def test_v1_aggregator_is_banned_too_if_the_liar_has_left() -> None:
-    """Not only if a validator happens to be drawn for the liar as well."""
-    for seed in (2, 3, 6, 7):
-        found = run(CoverAndLeave(), CoverAndLeave(), members=7, byzantine=2, steps=10, seed=seed)
-        aggregator, liar = sorted((5, 6), key=lambda number: found.swarm.keys[number])
-        assert found.rules.get(liar) is Rule.GRADIENT
-        assert aggregator in found.rules
+    """It is drawn as if it were there, and the ban reaches it. Each time that it leaves it stays out for longer."""
+    outside = caught = 0
+    for seed in (1, 3, 7):
+        found = run(CoverAndLeave(), CoverAndLeave(), members=11, byzantine=2, validators=3, steps=25, seed=seed)
+        swarm = found.swarm
+        aggregator, liar = sorted((9, 10), key=lambda number: swarm.keys[number])
+        assert found.removals == {liar: "left"}
+        assert found.rules in ({}, {liar: Rule.GRADIENT, aggregator: Rule.REPORT}), "both, or neither was drawn"
+        left = [event.step for event in found.get(Removed)]
+        assert len(left) >= (not found.bans) + 1, "it goes on with it until it is drawn"
+        for number, (first, second) in enumerate(itertools.pairwise(left), 1):
+            assert second - first >= (2, 4, 8, 16)[number - 1]
+        if found.bans:
+            caught += 1
+            assert found.bans[aggregator].at == found.bans[liar].at
+            ended = next(event.view for event in found.get(AttemptStarted) if event.view.step == found.bans[liar].at)
+            outside += swarm.keys[liar] not in ended.roster
+    assert (caught, outside) == (2, 1)
 
 
 # ---- V2 sum
@@ -623,11 +636,22 @@ class OtherState(Attack):
 
 @over_all_wires
 def test_e5_minority_that_names_another_state_removes_itself(wire: str) -> None:
-    found = run(OtherState(start=1), OtherState(start=1), members=7, byzantine=2, wire=wire)
+    found = run(OtherState(start=1), OtherState(start=1), members=8, byzantine=2, wire=wire)
     assert not found.bans
-    assert found.removals == dict.fromkeys((5, 6), "came to another state")
+    assert found.removals == dict.fromkeys((6, 7), "came to another state")
     assert not found.get(Diverged)
     assert found.get(StepFinished)[1].view.attempt == 0, "the update stands"
+
+
+def test_e5_minority_that_names_another_state_is_kept_where_the_run_cannot_do_without_it() -> None:
+    """One of the two goes, the other owes it. The run does not wait for them, and no attempt is repeated."""
+    found = run(OtherState(start=1), OtherState(start=1), members=7, byzantine=2, steps=12)
+    assert set(found.removals.values()) == {"came to another state"}
+    assert all(event.view.failed == 0 for event in found.get(StepFinished))
+    rosters = {len(event.view.roster) for event in found.get(AttemptStarted)}
+    assert rosters == {6, 7}
+    views = [event.view for event in found.get(StepFinished)]
+    assert all(len(view.owed) == 1 for view in views[1:] if len(view.roster) == 6)
 
 
 @over_all_wires

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from phalanx.core import messages as m
 from phalanx.core.config import Config
 from phalanx.core.envelope import Letter, seal
-from phalanx.core.membership import compute_duties, make_genesis
+from phalanx.core.membership import Changes, Suspension, View, compute_duties, find_replacements, make_genesis
 from phalanx.core.messages import Phase, Signed
-from phalanx.core.slowpath import Resolution, Seen, is_valid_alarm, resolve
+from phalanx.core.slowpath import Choose, Resolution, Seen, is_valid_alarm, resolve
 from phalanx.core.transcript import Page, Transcript, compute_values_root
 from phalanx.network.ideal import IdentityExaminer, make_signers
 
@@ -23,8 +23,9 @@ SIGNERS.sort(key=lambda signer: signer.key)
 EXAMINER = IdentityExaminer(VERIFY)
 STRANGER = SIGNERS.pop()
 KEYS = tuple(signer.key for signer in SIGNERS)
-BOUND, MOST, STRIKES, HEIGHT = 2, 3, 3, 10
-RUN = make_genesis(Config(founders=KEYS, byzantine=BOUND, size=64, steps=9)).previous
+BOUND, MOST, HEIGHT = 2, 3, 10
+CONFIG = Config(founders=KEYS, byzantine=BOUND, size=64, steps=9)
+RUN = make_genesis(CONFIG).previous
 BEFORE, OTHER = b"r" * 32, b"o" * 32
 
 
@@ -52,14 +53,12 @@ def miss(who: int, *missing: int, height: int = HEIGHT, round_: int = 0) -> Lett
     return open_letter(seal(SIGNERS[who], RUN, height, 1, 0, Phase.REVEAL, BEFORE, m.Timeout(keys, round_, None)))
 
 
-def see(here: list[Letter], beyond: list[Letter] = (), timeouts: list[Letter] = ()) -> Seen:  # type: ignore[assignment]
+def see(here: list[Letter], beyond: list[Letter] = ()) -> Seen:  # type: ignore[assignment]
     seen = Seen()
     for letter in here:
         seen.here.add(letter)
     for letter in beyond:
         seen.next.add(letter)
-    for letter in timeouts:
-        seen.timeouts.setdefault(letter.message.sender, []).append(letter)
     if all(key in seen.here.letters for key in KEYS):
         seen.supports[root_of(seen.here)] = dict(seen.here.letters)
     return seen
@@ -76,11 +75,13 @@ def everybody(**fields: Any) -> list[Letter]:
     return [say(who, **fields) for who in ALL]
 
 
-def settle(
-    seen: Seen, strikes: dict[int, int] | None = None, successor: bytes | None = None, most: int = MOST
-) -> Resolution | None:
-    counts = {KEYS[who]: count for who, count in (strikes or {}).items()}
-    return resolve(HEIGHT, KEYS, BOUND, counts, STRIKES, most, seen, successor)
+def allow(most: int) -> Choose:
+    """So many may go."""
+    return lambda banned, removed, _: frozenset() if len(removed) <= most else None
+
+
+def settle(seen: Seen, successor: bytes | None = None, most: int = MOST) -> Resolution | None:
+    return resolve(HEIGHT, KEYS, BOUND, seen, allow(most), successor)
 
 
 def settled(seen: Seen, **options: Any) -> Resolution:
@@ -99,7 +100,7 @@ def who(keys: frozenset[bytes]) -> set[int]:
 def test_all_here_and_nobody_ahead() -> None:
     found = settled(see(everybody()))
     assert not found.out
-    assert not found.late
+    assert not found.coming
     assert found.root == BEFORE
     assert found.values is not None
     assert set(found.values) == set(KEYS)
@@ -109,30 +110,11 @@ def test_all_here_and_nobody_ahead() -> None:
 
 
 def test_missing_is_removed_not_banned() -> None:
-    found = settled(see(everybody()[:5], timeouts=[miss(0, 5, 6), miss(1, 5, 6), miss(2, 5, 6)]))
+    found = settled(see(everybody()[:5]))
     assert (who(found.removed), who(found.banned)) == ({5, 6}, set())
+    assert found.reasons == {KEYS[5]: "silent", KEYS[6]: "silent"}
     assert found.values is None
-    assert not found.late, "who has no message at all is not late but out"
     assert [slot.value is None for slot in found.slots] == [key in KEYS[5:] for key in sorted(KEYS)]
-
-
-def test_late_is_who_more_than_the_bound_missed() -> None:
-    found = settled(see(everybody(), timeouts=[miss(0, 5, 6), miss(1, 5), miss(2, 5), miss(3, 6)]))
-    assert who(found.late) == {5}
-    assert not found.out
-
-
-def test_late_too_often_is_removed() -> None:
-    seen = see(everybody(), timeouts=[miss(0, 5, 6), miss(1, 5, 6), miss(2, 5, 6)])
-    found = settled(seen, strikes={5: STRIKES - 1, 6: STRIKES - 2})
-    assert (who(found.removed), who(found.late)) == ({5}, {6})
-    assert not found.banned
-
-
-def test_timeouts_of_somebody_who_signed_several_do_not_count() -> None:
-    """Each member may have seen other ones, and all must come to one conclusion."""
-    timeouts = [miss(0, 5), miss(1, 5), miss(2, 5), miss(2, 6)]
-    assert not settled(see(everybody(), timeouts=timeouts)).late
 
 
 @pytest.mark.parametrize("phase", [Phase.REVEAL, Phase.SEAL])
@@ -175,6 +157,7 @@ def test_stray_names_another_root_before() -> None:
     found = settled(see(here))
     assert (who(found.removed), who(found.banned)) == ({5, 6}, set())
     assert found.root == BEFORE
+    assert set(found.reasons.values()) == {"follows another history"}
 
 
 def test_unsupported_names_a_root_ahead_that_nothing_gives() -> None:
@@ -182,6 +165,7 @@ def test_unsupported_names_a_root_ahead_that_nothing_gives() -> None:
     root = root_of(see(here).here)
     found = settled(see(here, [say(0, HEIGHT + 1, root), say(5, HEIGHT + 1, OTHER)]))
     assert who(found.removed) == {5}
+    assert set(found.reasons.values()) == {"named what nobody could have seen"}
 
 
 def test_nobody_can_be_ahead_of_what_is_missing() -> None:
@@ -226,12 +210,72 @@ def test_none_if_two_roots_have_an_honest_member_behind_them() -> None:
     assert settle(see(here)) is None
 
 
-def test_none_if_more_would_go_than_can_be_byzantine_or_out() -> None:
-    """Then ``delta`` did not hold: whoever is cut off would otherwise remove the rest."""
+def test_none_if_too_few_would_be_left() -> None:
+    """Then the members wait: whoever is cut off would otherwise remove the rest."""
     assert who(settled(see(everybody()[: 7 - MOST])).removed) == set(range(7 - MOST, 7))
     assert settle(see(everybody()[: 6 - MOST])) is None
     here = everybody()
     assert settle(see(here, [say(number, HEIGHT + 1, OTHER) for number in range(MOST + 1)])) is None
+
+
+def test_whoever_decides_who_comes_knows_who_goes_and_whether_the_step_stands() -> None:
+    asked: list[tuple[frozenset[bytes], frozenset[bytes], bool]] = []
+
+    def choose(banned: frozenset[bytes], removed: frozenset[bytes], stands: bool) -> frozenset[bytes] | None:
+        asked.append((banned, removed, stands))
+        return frozenset({STRANGER.key})
+
+    def conclude(seen: Seen) -> Resolution:
+        found = resolve(HEIGHT, KEYS, BOUND, seen, choose)
+        assert found is not None
+        return found
+
+    here = everybody()
+    root = root_of(see(here).here)
+    assert conclude(see([*here[:5], say(4, value=1)])).coming == {STRANGER.key}
+    conclude(see(here, [say(number, HEIGHT + 1, root, phase=Phase.SEAL) for number in range(3)]))
+    conclude(see(here))
+    assert asked == [
+        (frozenset(KEYS[4:5]), frozenset(KEYS[5:]), False),
+        (frozenset(), frozenset(), True),
+        (frozenset(), frozenset(), False),
+    ]
+
+
+# ---- The floor decides who may go
+
+
+def choose_by(view: View, *present: bytes, round_: int = 0) -> Choose:
+    """As members choose."""
+    return lambda banned, removed, stands: find_replacements(
+        CONFIG, view, Changes(banned, removed), present, stands, round_
+    )
+
+
+def test_silence_is_let_go_as_far_as_the_floor() -> None:
+    """Seven members, of whom six must stay."""
+    view = make_genesis(CONFIG)
+    one = resolve(HEIGHT, KEYS, BOUND, see(everybody()[:6]), choose_by(view))
+    assert one is not None
+    assert who(one.removed) == {6}
+    assert resolve(HEIGHT, KEYS, BOUND, see(everybody()[:5]), choose_by(view)) is None
+    both = see([*everybody()[:6], say(5, value=1)])
+    found = resolve(HEIGHT, KEYS, BOUND, both, choose_by(view))
+    assert found is not None, "a ban lowers the floor by two: another one may go"
+    assert (who(found.banned), who(found.removed)) == ({5}, {6})
+
+
+def test_who_waits_at_the_door_comes_in_where_too_few_would_be_left() -> None:
+    view = msgspec.structs.replace(make_genesis(CONFIG), suspended=(Suspension(STRANGER.key, 0, 40),), step=3)
+    seen = see(everybody()[:5])
+    assert resolve(HEIGHT, KEYS, BOUND, seen, choose_by(view)) is None
+    found = resolve(HEIGHT, KEYS, BOUND, seen, choose_by(view, STRANGER.key))
+    assert found is not None
+    assert (who(found.removed), found.coming) == ({5, 6}, {STRANGER.key})
+    enough = resolve(HEIGHT, KEYS, BOUND, see(everybody()[:6]), choose_by(view, STRANGER.key))
+    assert enough is not None
+    assert not enough.coming, "nobody comes out of turn"
+    assert resolve(HEIGHT, KEYS, BOUND, see(everybody()[:4]), choose_by(view, STRANGER.key)) is None
 
 
 def test_none_if_no_root_has() -> None:
@@ -246,21 +290,19 @@ def test_none_if_no_root_has() -> None:
 def test_order_of_arrival_changes_nothing(order: list[int], double: int) -> None:
     """Two members that saw the same in another order come to the same outcome: which value came first is no part."""
     letters = [*everybody(), say(double, value=1), say((double + 1) % 7, HEIGHT + 1, OTHER)]
-    timeouts = [miss(number, 6) for number in range(3)]
     usual, mixed = Seen(), Seen()
     for seen, places in ((usual, range(9)), (mixed, order)):
         for place in places:
             letter = letters[place]
             (seen.next if letter.message.height > HEIGHT else seen.here).add(letter)
-        seen.timeouts = {x.message.sender: [x] for x in timeouts}
     first, second = settled(usual), settled(mixed)
-    assert (first.banned, first.removed, first.late, first.root, first.stands, first.slots) == (
+    assert (first.banned, first.removed, first.root, first.stands, first.slots, first.reasons) == (
         second.banned,
         second.removed,
-        second.late,
         second.root,
         second.stands,
         second.slots,
+        second.reasons,
     )
 
 
@@ -270,14 +312,11 @@ def test_honest_members_are_never_out(liars: set[int], data: st.DataObject) -> N
     """Whatever up to ``bound`` others say or do not say: who has sent one right message of each height stays."""
     here = [say(number) for number in ALL if number not in liars]
     ahead: list[Letter] = []
-    timeouts: list[Letter] = []
     for liar in sorted(liars):
         values = data.draw(st.lists(st.tuples(st.sampled_from([BEFORE, OTHER]), st.integers(0, 2)), max_size=2))
         here += [say(liar, previous=previous, value=value) for previous, value in values]
         ahead += [say(liar, HEIGHT + 1, OTHER, phase=data.draw(st.sampled_from([Phase.SEAL, Phase.REVEAL])))]
-        blamed = data.draw(st.sets(st.integers(0, 6), min_size=1))
-        timeouts.append(miss(liar, *blamed))
-    found = settled(see(here, ahead, timeouts), strikes=dict.fromkeys(ALL, STRIKES - 1))
+    found = settled(see(here, ahead))
     assert who(found.out) <= liars
     assert found.root == BEFORE
 
@@ -287,9 +326,8 @@ def test_honest_members_are_never_out(liars: set[int], data: st.DataObject) -> N
 
 @pytest.fixture
 def epoch() -> Transcript:
-    config = Config(founders=KEYS, byzantine=BOUND, size=64, steps=9)
-    view = make_genesis(config)
-    transcript = Transcript(view, compute_duties(config, view))
+    view = make_genesis(CONFIG)
+    transcript = Transcript(view, compute_duties(CONFIG, view))
     transcript.heights[HEIGHT] = Phase.REVEAL
     return transcript
 

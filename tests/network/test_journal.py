@@ -59,7 +59,7 @@ def make_effect(height: int, body: Body, phase: Phase = Phase.SEAL) -> Sign:
 
 
 def make_vote(round_: int, final: bool, number: int = 0) -> Outcome:
-    return Outcome(round_, final, (), (), (), True, name(number))
+    return Outcome(round_, final, name(9), True, name(number))
 
 
 def sign(journal: Journal, height: int, number: int = 0) -> Signed:
@@ -167,7 +167,7 @@ def test_a_ballot_is_a_height_a_round_and_a_stage(path: Path) -> None:
     [
         Timeout((name(1),), 0, None),
         Endorsement(0, name(1)),
-        Join(name(1), "any"),
+        Join(name(1), 0),
         Opening(0, name(1), ()),
         Trial(name(1)),
     ],
@@ -510,6 +510,26 @@ def test_no_record_passes_in_the_place_of_another(path: Path, sample: Any) -> No
         [one, earlier, vote_, two, kept],
     ):
         assert read_back(path, b"".join(order)) is None
+
+
+def test_a_journal_holds_what_was_signed_and_what_it_is_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_module, "JOURNAL_HEIGHTS", 3)
+    monkeypatch.setattr(journal_module, "JOURNAL_HEIGHTS", 3)
+    other = make_messages(7, Seal(name(9)))[0]
+    with opened(path) as journal:
+        messages = [sign(journal, height) for height in range(4, 8)]
+        assert all(map(journal.holds, messages)), "the first was cut, and nothing is signed there any more"
+        assert not journal.holds(other)
+    with opened(path.with_name("older.bin")) as journal:
+        assert not any(map(journal.holds, messages))
+
+
+def test_the_journal_of_another_key_is_refused_when_it_is_opened(path: Path) -> None:
+    with opened(path) as journal:
+        sign(journal, 7)
+    with pytest.raises(LocalError, match="the journal of another key; choose another folder"):
+        Journal(path, RUN, BOB.key)
+    Journal(path, RUN, ALICE.key).close()
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"not a journal at all, but something dear to its owner\n" * 9])

@@ -725,7 +725,7 @@ def test_the_journal_is_bounded_and_signs_nothing_below(monkeypatch: pytest.Monk
 
 
 def sign_vote(height: int, round: int, final: bool, view: int = 0) -> Sign:
-    outcome = Outcome(round, final, (), (), (), False, view.to_bytes(32, "big"))
+    outcome = Outcome(round, final, bytes(32), True, view.to_bytes(32, "big"))
     return Sign(height, 1, 0, Phase.SEAL, PREVIOUS, outcome)
 
 

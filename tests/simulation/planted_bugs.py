@@ -313,7 +313,6 @@ class Run:
 
 QUIET: dict[str, Any] = {
     "validators": 1,
-    
     "size": 64,
     "wire": "float32",
     "tau": 1.0,

@@ -25,7 +25,7 @@ from phalanx.core import messages as m
 from phalanx.core.effects import Broadcast, ComputeAggregate, Delivery, Effect, Sign
 from phalanx.core.envelope import seal
 from phalanx.core.events import Removed
-from phalanx.core.membership import Changes, make_genesis, remove_members
+from phalanx.core.membership import Changes, change_members, compute_margin, make_genesis
 from phalanx.core.messages import Phase, Rule, Signed, Verdict
 from phalanx.core.partition import compute_part_sizes
 from phalanx.simulation.swarm import Swarm
@@ -57,7 +57,7 @@ class HalfShownCharges(Accuser):
             return delivery
         if message.case not in plot.notes:
             plot.notes[message.case] = True
-            few = len(view.roster) - view.bound - insider.config.outages - len(plot.keys)
+            few = len(view.roster) - view.bound - max(0, compute_margin(insider.config, view)) - len(plot.keys)
             case = insider.notes[self, message.case]
             insider.send_later(1.8 * insider.config.delta, insider.honest[:few], case)
         return None
@@ -90,7 +90,7 @@ class FreeBans(Attack):
         waiting = [signer for signer in signers if signer.key not in tried and signer.key not in view.banned]
         at = (insider.config.run, view.height, view.step, view.attempt, Phase.COMMIT, bytes(32))
         for signer in waiting[: 2 * insider.config.admissions]:
-            yield Broadcast(view.roster, seal(signer, *at, m.Join(view.previous, "any")))
+            yield Broadcast(view.roster, seal(signer, *at, m.Join(view.digest, 0)))
         for signer in signers:
             if signer.key in tried:
                 yield Broadcast(view.roster[:1], make_malformed(insider, signer, height=view.height))
@@ -119,9 +119,9 @@ def test_of_free_keys_at_most_1024_are_on_record_and_of_members_all() -> None:
     swarm = make_swarm({})
     view, member = make_genesis(swarm.config), swarm.keys[0]
     strangers = frozenset(number.to_bytes(32, "big") for number in range(3000))
-    view = remove_members(swarm.config, view, Changes(banned=strangers))
+    view = change_members(swarm.config, view, Changes(banned=strangers))
     assert len(view.banned) == 1024
-    view = remove_members(swarm.config, view, Changes(banned=strangers | {member}))
+    view = change_members(swarm.config, view, Changes(banned=strangers | {member}))
     assert len(view.banned) == 1025
     assert member in view.banned
 

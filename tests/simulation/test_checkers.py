@@ -97,7 +97,7 @@ def test_one_signature_catches_a_second_message_at_a_height(watched: Checkers) -
 
 
 def make_outcome(watched: Checkers, key: bytes, view: bytes, *, final: bool = True) -> bytes:
-    body = m.Outcome(0, final, (), (), (), False, view)
+    body = m.Outcome(0, final, bytes(32), True, view)
     return msgspec.msgpack.encode(
         (watched.swarm.config.run, 77, 5, 0, Phase.COMMIT, key, NOBODY, msgspec.msgpack.encode(body))
     )

@@ -40,7 +40,7 @@ def find_drawn(insider: Insider) -> set[bytes]:
     place = view.step.to_bytes(8, "little") + view.attempt.to_bytes(8, "little")
     randomness = compute_digest("randomness", insider.config.run, place, *shares)
     attempts = 1 + sum(record.step == view.step for record in view.attempts)
-    return {*find_targets(insider.config, view, randomness, attempts), *view.carried}
+    return {target.key for target in (*find_targets(insider.config, view, randomness, attempts), *view.carried)}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,12 +73,16 @@ class CoverAndLeave(CoverAll):
         return sign
 
 
-@pytest.mark.parametrize(("founders", "byzantine"), [(7, 2), (9, 3)])
-def test_a_cover_that_leaves_takes_along_as_many_as_there_can_be(founders: int, byzantine: int) -> None:
-    attackers = dict.fromkeys(range(6, 5 + byzantine), CoveredShift(start=3, shift=20.0, once=True))
-    swarm = play({5: CoverAndLeave(start=3), **attackers}, founders=founders, byzantine=byzantine, steps=14)
-    assert len(find_moved(swarm.plot.notes)) == byzantine - 1
-    assert {*get_bans(swarm)} == swarm.byzantine, describe(swarm)
+@pytest.mark.parametrize(("founders", "byzantine", "seed"), [(10, 2, 1), (10, 2, 3), (13, 3, 6)])
+def test_a_cover_that_leaves_takes_along_as_many_as_there_can_be(founders: int, byzantine: int, seed: int) -> None:
+    """Leaving does not change who is drawn: the ban reaches the cover where it is, and those that it covered."""
+    attackers = dict.fromkeys(range(6, 5 + byzantine), CoveredShift(start=3, shift=20.0))
+    options: dict[str, Any] = {"founders": founders, "byzantine": byzantine, "validators": 3}
+    swarm = play({5: CoverAndLeave(start=3), **attackers}, steps=24, seed=seed, **options)
+    assert find_moved(swarm.plot.notes)
+    assert {event.reason for event in get_events(swarm, Removed) if event.key == swarm.keys[5]} == {"left"}
+    rules = {swarm.keys[5]: Rule.GRADIENT} | dict.fromkeys(swarm.keys[6 : 5 + byzantine], Rule.REPORT)
+    assert get_bans(swarm) == rules, describe(swarm)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -100,7 +104,8 @@ def test_a_cover_that_is_silent_when_it_is_drawn_takes_its_aggregator_along(seed
     attackers = {5: CoverUntilDrawn(start=3, silent=True), 6: CoveredShift(start=3, shift=20.0)}
     swarm = play(attackers, steps=40, seed=seed)
     assert get_notes(swarm, 5)["drawn"]
-    assert {*get_bans(swarm)} == swarm.byzantine, describe(swarm)
+    assert get_bans(swarm) == {swarm.keys[5]: Rule.GRADIENT, swarm.keys[6]: Rule.REPORT}, describe(swarm)
+    assert (swarm.keys[5], "silent") in {(event.key, event.reason) for event in get_events(swarm, Removed)}
 
 
 @pytest.mark.parametrize(("founders", "byzantine"), [(7, 2), (9, 3)])

@@ -122,7 +122,7 @@ class CoverAll(Cover):
 
 @dataclass(kw_only=True, eq=False)
 class GivesUpFormer(QuietShift, Accuser):
-    """Wrong aggregates, and when their cover is checked a proof against a former key that is on probation again."""
+    """Wrong aggregates, and when their cover is checked a proof against a key of the plot that is suspended."""
 
     def on_aggregate(self, insider: Insider, effect: ComputeAggregate, result: Tensor) -> Tensor:
         ready = len(insider.crew) == 2 and find_former(insider)
@@ -140,8 +140,8 @@ class GivesUpFormer(QuietShift, Accuser):
 
 
 def find_former(insider: Insider) -> list[bytes]:
-    """The keys of the plot that are on probation again."""
-    return [x.key for x in insider.view.candidates if x.key in insider.plot.keys and x.key in insider.config.founders]
+    """The keys of the plot that are suspended."""
+    return [x.key for x in insider.view.suspended if x.key in insider.plot.keys]
 
 
 def test_a_former_key_that_is_given_up_does_not_save_an_accomplice() -> None:

@@ -5,6 +5,7 @@ Floods of messages, keys that keep places they do not use, and chains that are l
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from phalanx.core import handlers
 from phalanx.core import messages as m
 from phalanx.core.crypto import Domain
 from phalanx.core.effects import Effect, Sign
-from phalanx.core.events import AttemptStarted
+from phalanx.core.events import AttemptStarted, Removed, SlowPath
 from phalanx.core.messages import MAX_LINKS, Message, Phase, Signed
 from phalanx.network.simulated import USUAL
 from phalanx.simulation.swarm import Swarm
@@ -50,7 +51,7 @@ class ManyGossips(Attack):
         said = next(reversed(insider.heard.values()))
         items = (m.Relay((said,), ()),) * self.items
         for _ in range(self.count):
-            insider.send_later(0.0, insider.honest[:1], m.Gossip(insider.view.height + 1, 0, items))
+            insider.send_later(0.0, insider.honest[:1], m.Gossip(insider.view.height + 1, 0, items, ()))
         insider.notes["flooded"] = True
         return ()
 
@@ -105,11 +106,19 @@ class LeavesAndAsks(Attack):
         return ((to, message),) if insider.index is not None or is_join(message) else ()
 
 
-def test_former_members_that_do_not_show_up_give_way_to_a_newcomer() -> None:
-    swarm = play({5: LeavesAndAsks(at=1), 6: LeavesAndAsks(at=2)}, joiners=1, steps=60, newcomer_probation=12)
+def test_members_that_ask_to_come_back_and_do_not_show_up_are_out_for_longer_each_time() -> None:
+    """They take no place of a newcomer, and what they can hold up grows with the logarithm of the steps."""
+    attackers = {6: LeavesAndAsks(at=1), 7: LeavesAndAsks(at=2)}
+    swarm = play(attackers, founders=8, joiners=1, steps=60, newcomer_probation=12)
     views = [event.view for event in get_events(swarm, AttemptStarted)]
-    assert swarm.keys[7] in views[-1].roster
-    assert {*swarm.keys[5:]} == {candidate.key for view in views for candidate in view.candidates}
+    assert swarm.keys[8] in views[-1].roster
+    assert {swarm.keys[8]} == {candidate.key for view in views for candidate in view.candidates}
+    for key in swarm.keys[6:8]:
+        gone = sorted({event.step for event in get_events(swarm, Removed) if event.key == key})
+        assert len(gone) > 1, "they do come back"
+        for count, (first, second) in enumerate(itertools.pairwise(gone), 1):
+            assert second - first >= (1, 4, 8, 16, 32)[count - 1]
+    assert len({(event.step, event.attempt) for event in get_events(swarm, SlowPath)}) <= 10
 
 
 # ---- A chain that is longer than a message

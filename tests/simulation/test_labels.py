@@ -46,7 +46,8 @@ class QuietFrom(Hushed):
 
 @dataclass(kw_only=True, eq=False)
 class WrongAndGone(QuietFrom):
-    """Its gradient is wrong, but it is removed as silent before anybody has seen that, and banned later."""
+    """Its gradient is wrong, but it is suspended as silent before anybody has seen that, and banned later: what it committed
+    to in the attempt that died of its silence is checked in the next step."""
 
     def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
         return gradient + 1.0
@@ -57,7 +58,7 @@ def test_a_joiner_can_follow_past_a_ban_of_one_that_was_no_longer_a_member() -> 
     settings = {"byzantine": 2, "steps": 40, "size": 64, "tau": 1.0, "cap": 100.0, "newcomer_probation": 6}
     attackers = {7: WrongAndGone(first=m.Reveal, start=1), 8: QuietFrom(first=m.Commit, start=6)}
     setup = Setup(founders=9, joiners=1, attackers=attackers, settings=settings | {"partition_safe": True})
-    swarm = Swarm(setup, 1, replace(UNEVEN), keep_events=True)
+    swarm = Swarm(setup, 2, replace(UNEVEN), keep_events=True)
     assert swarm.run(200.0, lambda: is_out(swarm, 8))
     assert [*get_bans(swarm)] == [swarm.keys[7]], describe(swarm)
     swarm.start(9)
@@ -103,7 +104,7 @@ class LateCertificate(AlarmAndVote):
                 said, m.Endorsement(1, compute_digest("item", *map(compute_message_digest, letters)))
             )
             for delay in (0.05, 0.3):
-                gossip = m.Gossip(said.height, 1, (m.Relay(tuple(letters), (mine,)),))
+                gossip = m.Gossip(said.height, 1, (m.Relay(tuple(letters), (mine,)),), ())
                 insider.send_later(delay, insider.others, gossip)
         return super().on_delivery(insider, delivery)
 
@@ -206,9 +207,9 @@ class CommitOfOtherRoot(TwoAborts):
         return insider.seal(sign, previous=OTHER)
 
 
-@pytest.mark.parametrize(("founders", "byzantine", "outages", "victims"), [(6, 1, 1, 1), (7, 2, 1, 2), (11, 3, 2, 4)])
+@pytest.mark.parametrize(("founders", "byzantine", "victims"), [(6, 1, 1), (8, 2, 2), (11, 3, 4)])
 def test_a_reveal_that_calls_itself_a_seal_costs_nobody_but_its_sender(
-    founders: int, byzantine: int, outages: int, victims: int
+    founders: int, byzantine: int, victims: int
 ) -> None:
     attackers = {founders - index: Attack() for index in range(2, byzantine + 1)}
     attackers[founders - 1] = RevealNamedSeal(start=1)
@@ -220,8 +221,8 @@ def test_a_reveal_that_calls_itself_a_seal_costs_nobody_but_its_sender(
     assert is_out(swarm, founders - 1), describe(swarm)
 
 
-@pytest.mark.parametrize(("founders", "byzantine", "outages"), [(6, 1, 0), (8, 2, 1)])
-def test_a_commit_of_another_root_costs_nobody_but_its_sender(founders: int, byzantine: int, outages: int) -> None:
+@pytest.mark.parametrize(("founders", "byzantine"), [(6, 1), (9, 2)])
+def test_a_commit_of_another_root_costs_nobody_but_its_sender(founders: int, byzantine: int) -> None:
     attackers = {founders - index: Attack() for index in range(2, byzantine + 1)}
     attackers[founders - 1] = CommitOfOtherRoot()
     swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, steps=8, links=EVEN)
@@ -244,9 +245,7 @@ def test_a_reveal_that_calls_itself_a_seal_does_not_divide_the_members(links: Li
 
 
 def test_a_reveal_that_calls_itself_a_seal_does_not_divide_the_members_while_one_is_out() -> None:
-    swarm = make_swarm(
-        {5: RevealNamedSeal(late=True, start=1)}, founders=6, byzantine=1, steps=6, links=EVEN
-    )
+    swarm = make_swarm({5: RevealNamedSeal(late=True, start=1)}, founders=6, byzantine=1, steps=6, links=EVEN)
     swarm.plot.notes["victims"] = swarm.keys[:1]
     assert swarm.run(200.0, lambda: "right" in get_notes(swarm, 5))
     swarm.crash(swarm.keys[4])

@@ -51,7 +51,7 @@ class AbortForOne(Hushed):
         insider.send_later(0.0, (one,), insider.seal(sign))
         insider.send_later(0.3, rest, m.Alarm(below, 0, (*commits, astray)))
         for delay in (0.6, 1.1):
-            insider.send_later(delay, rest, m.Gossip(below, 0, (m.Relay((astray,), ()),)))
+            insider.send_later(delay, rest, m.Gossip(below, 0, (m.Relay((astray,), ()),), ()))
         return insider.seal(sign)
 
 
@@ -212,24 +212,24 @@ class CommitForLeaver(LateSeal):
 def test_an_alarm_that_comes_when_the_leaver_is_gone_halts_nobody() -> None:
     """Those who stay wait long for the attacker's gradient."""
     attack = CommitForLeaver(wait=25.0)
-    swarm = make_swarm({3: attack}, founders=4, byzantine=1, steps=8, gradient_time=60.0, links=EVEN)
+    swarm = make_swarm({5: attack}, founders=6, byzantine=1, steps=8, gradient_time=60.0, links=EVEN)
     swarm.plot.notes["leaver"], swarm.plot.notes["victim"] = leave(swarm, 0), swarm.keys[1]
     swarm.run(400.0, swarm.is_over)
-    assert get_notes(swarm, 3)["complaint"]
+    assert get_notes(swarm, 5)["complaint"]
     assert_others_go_on(swarm, swarm.keys[:1])
 
 
 def test_a_leaver_stays_while_one_of_the_others_may_be_out() -> None:
     """One of them goes out for good as soon as the leaver is gone."""
     attack = CommitForLeaver(wait=5.6)
-    swarm = make_swarm({5: attack}, founders=6, byzantine=1, steps=8, links=EVEN)
+    swarm = make_swarm({6: attack}, founders=7, byzantine=1, steps=8, links=EVEN)
     leaver = swarm.plot.notes["leaver"] = leave(swarm, 0)
     swarm.plot.notes["victim"] = swarm.keys[1]
     assert swarm.run(400.0, lambda: not swarm.is_up(leaver))
-    swarm.crash(swarm.keys[4], 0.0)
-    swarm.run(swarm.world.now + 100.0, lambda: {*swarm.keys[1:4]} <= swarm.finished)
-    assert get_notes(swarm, 5)["complaint"]
-    assert {*swarm.keys[1:4]} <= swarm.finished, describe(swarm)
+    swarm.crash(swarm.keys[5], 0.0)
+    swarm.run(swarm.world.now + 100.0, lambda: {*swarm.keys[1:5]} <= swarm.finished)
+    assert get_notes(swarm, 6)["complaint"]
+    assert {*swarm.keys[1:5]} <= swarm.finished, describe(swarm)
     assert not get_bans(swarm), describe(swarm)
 
 
@@ -261,7 +261,7 @@ class AlarmAfterSilence(Hushed):
             heard = (insider.heard[below, key] for key in notes["roster"])
             insider.send_later(self.delay, to, m.Alarm(below, 0, (*heard, astray)))
             for more in (0.3, 0.8):
-                insider.send_later(self.delay + more, to, m.Gossip(below, 0, (m.Relay((astray,), ()),)))
+                insider.send_later(self.delay + more, to, m.Gossip(below, 0, (m.Relay((astray,), ()),), ()))
         return delivery
 
 
@@ -293,7 +293,7 @@ class AlarmAtSeal(LateSeal):
             self.raise_alarm(insider, self.delay, to)
             other = insider.seal(notes["seal"], m.Seal(OTHER))
             for more in (0.3, 0.8) if self.second else ():
-                gossip = m.Gossip(other.height, 0, (m.Relay((other,), ()),))
+                gossip = m.Gossip(other.height, 0, (m.Relay((other,), ()),), ())
                 insider.send_later(self.delay + more, to, gossip)
         return super().on_delivery(insider, delivery)
 
@@ -385,7 +385,7 @@ class TwoAstray(Attack):
         slow = isinstance(said, m.Alarm) and "report" in notes and said.height == notes["reveal"].height
         if slow and "shown" not in notes:
             notes["shown"] = insider.now
-            gossip = m.Gossip(said.height, 0, (m.Relay((notes["reveal"],), ()),))
+            gossip = m.Gossip(said.height, 0, (m.Relay((notes["reveal"],), ()),), ())
             insider.send_later(0.1, insider.others, gossip)
             for root in (OTHER, bytes([8]) * 32):
                 insider.send_later(self.delay, victims, insider.seal(notes["report"], previous=root))

@@ -191,7 +191,7 @@ def test_nobody_is_missed_where_only_some_have_to_work(
 
 
 @pytest.mark.parametrize(
-    ("n", "b", "told", "settings"), [(6, 2, 2, {}), (7, 2, 3, {"outages": 1}), (7, 2, 2, {"partition_safe": True})]
+    ("n", "b", "told", "settings"), [(6, 2, 2, {}), (8, 2, 3, {}), (7, 2, 2, {"partition_safe": True})]
 )
 def test_nobody_is_missed_where_only_some_have_to_vote(n: int, b: int, told: int, settings: dict[str, Any]) -> None:
     play(LongVote(told=told), Attack(), n, b, 0.8, settings)

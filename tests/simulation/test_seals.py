@@ -22,7 +22,7 @@ from phalanx.core import messages as m
 from phalanx.core.crypto import Domain
 from phalanx.core.effects import Delivery, Sign
 from phalanx.core.envelope import open_body
-from phalanx.core.events import AttemptStarted, Banned, Removed, RunFinished
+from phalanx.core.events import AttemptStarted, Banned, Removed, RunFinished, Waiting
 from phalanx.core.membership import encode_view
 from phalanx.core.messages import Message, Phase, Rule, Signed, Verdict
 from phalanx.core.peer import compute_case_digest
@@ -70,11 +70,11 @@ class DenySeal(Hushed):
         insider.send_later(0.0, few, commit)
         insider.send_later(self.delay, rest, m.Alarm(height, 0, (*seals, commit)))
         for more in (0.3, 0.8):
-            insider.send_later(self.delay + more, rest, m.Gossip(height, 0, (m.Relay((commit,), ()),)))
+            insider.send_later(self.delay + more, rest, m.Gossip(height, 0, (m.Relay((commit,), ()),), ()))
         return commit
 
 
-@pytest.mark.parametrize(("founders", "byzantine"), [(4, 1), (6, 2)])
+@pytest.mark.parametrize(("founders", "byzantine"), [(6, 1), (9, 2)])
 def test_a_seal_that_is_denied_to_the_leaver_alone_halts_nobody(founders: int, byzantine: int) -> None:
     attackers = dict.fromkeys(range(founders - byzantine, founders), DenySeal(delay=0.8))
     swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, steps=8)
@@ -186,7 +186,7 @@ class NamesNothing(Attack):
         return sign
 
 
-@pytest.mark.parametrize(("founders", "byzantine", "left"), [(5, 1, 2), (8, 2, 3)])
+@pytest.mark.parametrize(("founders", "byzantine", "left"), [(7, 1, 2), (11, 2, 3)])
 def test_a_case_that_nobody_has_halts_no_small_roster(founders: int, byzantine: int, left: int) -> None:
     attackers = dict.fromkeys(range(founders - byzantine, founders), NamesNothing(size=founders - left))
     swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, steps=14)
@@ -194,6 +194,25 @@ def test_a_case_that_nobody_has_halts_no_small_roster(founders: int, byzantine: 
     swarm.run(400.0, swarm.is_over)
     assert get_notes(swarm, founders - 1)["named"]
     assert_others_go_on(swarm, leavers)
+    away = {event.key for event in get_events(swarm, Removed)} - {*leavers}
+    assert away == {*swarm.byzantine}, "whoever names it goes, and the run has a margin for all of them"
+
+
+@pytest.mark.parametrize(("founders", "byzantine", "left"), [(6, 1, 2), (9, 2, 3)])
+def test_a_case_that_nobody_has_is_waited_for_at_the_floor(founders: int, byzantine: int, left: int) -> None:
+    """No attempt is repeated there, and all say for whom they wait. With a third of the members gone attackers can."""
+    attackers = dict.fromkeys(range(founders - byzantine, founders), NamesNothing(size=founders - left))
+    swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, steps=14)
+    leavers = [leave(swarm, index, 0.6 + index) for index in range(left)]
+    swarm.run(400.0, swarm.is_over)
+    assert not get_bans(swarm)
+    assert {event.key: event.reason for event in get_events(swarm, Removed)} == dict.fromkeys(leavers, "left")
+    for key in {*swarm.honest} - {*leavers}:
+        events = [event for _, event in swarm.events[key]]
+        assert not any(event.view.failed for event in events if isinstance(event, AttemptStarted))
+        waits = [event.missing for event in events if isinstance(event, Waiting)]
+        assert len(waits) > 3
+        assert {*waits} <= {tuple(sorted(swarm.byzantine))}, "the case is said to be missing of who named it"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -228,7 +247,7 @@ class NamesItself(Attack):
 
 @pytest.mark.parametrize("names", [False, True])
 def test_an_accuser_that_crashes_still_shows_its_case(names: bool) -> None:
-    swarm = make_swarm({5: NamesItself(names=names)}, founders=6, byzantine=1, steps=12)
+    swarm = make_swarm({5: NamesItself(names=names)}, founders=6, byzantine=1, steps=12, seed=3)
     notes = swarm.plot.notes
     assert swarm.run(400.0, lambda: "validator" in notes)
     later = swarm.world.now + 1.0
@@ -262,13 +281,13 @@ class AlarmBelow(Hushed):
             heard = (insider.heard[below, key] for key in notes["roster"])
             insider.send_later(self.delay, to, m.Alarm(below, 0, (*heard, astray)))
             for more in (0.3, 0.8):
-                insider.send_later(self.delay + more, to, m.Gossip(below, 0, (m.Relay((astray,), ()),)))
+                insider.send_later(self.delay + more, to, m.Gossip(below, 0, (m.Relay((astray,), ()),), ()))
         return sign
 
     def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:
         said = delivery.message
         body = open_body(said) if isinstance(said, Signed) else None
-        if isinstance(body, m.Outcome) and body.final and body.out and said.sender in insider.honest:
+        if isinstance(body, m.Outcome) and body.final and body.ends and said.sender in insider.honest:
             insider.notes.setdefault("votes", {}).setdefault(body.view, []).append(said)
         return delivery
 
@@ -345,4 +364,8 @@ def test_lateness_at_confirm_counts_every_time() -> None:
         if isinstance(event, AttemptStarted) and swarm.keys[4] in event.view.roster:
             counts = {count.key: count.count for count in event.view.strikes}
             strikes[event.view.step] = counts.get(swarm.keys[4], 0)
-    assert [*strikes.values()] == [0, 0, 1, 2], describe(swarm)
+    assert [*strikes.values()][:4] == [0, 0, 1, 2], describe(swarm)
+    removed = {(event.key, event.step, event.reason) for event in get_events(swarm, Removed)}
+    assert (swarm.keys[4], 3, "late too often") in removed, describe(swarm)
+    assert {key for key, _, _ in removed} == {swarm.keys[4]}
+    assert max([*strikes.values()]) == 2, "three suspend it, each time"

@@ -40,7 +40,7 @@ from phalanx.attacks.strangers import (
 from phalanx.core import messages as m
 from phalanx.core.config import Tolerance
 from phalanx.core.effects import Sign
-from phalanx.core.events import AttemptStarted
+from phalanx.core.events import AttemptStarted, Waiting
 from phalanx.core.membership import encode_view
 from phalanx.core.messages import Message, Phase, Rule, Signed
 from phalanx.network.simulated import Links
@@ -118,7 +118,7 @@ def test_proofs_against_strangers_do_not_save_an_accomplice() -> None:
         5: combine(Cover(start=1, stop=2), Leave(start=2)),
         6: combine(QuietShift(start=1, stop=2), FreeProofs(start=2, count=3, keys=30)),
     }
-    swarm = play(attackers, strangers=30)
+    swarm = play(attackers, strangers=30, seed=7)  # the cover is drawn
     assert swarm.keys[6] in get_bans(swarm), describe(swarm)
     assert {*get_bans(swarm)} == {swarm.keys[5], swarm.keys[6]}, describe(swarm)
 
@@ -129,7 +129,7 @@ def test_a_charge_is_not_forgotten_in_an_attempt_that_fails(silent: int) -> None
     cover, moved = combine(Cover(start=1, stop=2), Leave(start=2)), QuietShift(start=1, stop=2)
     attackers: dict[int, Attack] = {6: cover, 7: moved, 8: Attack()}
     attackers[silent] = combine(attackers[silent], SilentVote(start=3))
-    swarm = play(attackers, founders=9, byzantine=3)
+    swarm = play(attackers, founders=11, byzantine=3, steps=6, seed=26)  # the cover is drawn
     assert get_notes(swarm, silent)["kept vote"]
     assert {*get_bans(swarm)} == {swarm.keys[6], swarm.keys[7]}, describe(swarm)
 
@@ -191,7 +191,7 @@ def test_a_proof_is_kept_until_it_is_brought(monkeypatch: pytest.MonkeyPatch) ->
     early, crowd = FreeProofs(start=LEFT + 3, count=1), FreeProofs(start=LEFT + 4)  # the first: so that there is a vote
     teller = combine(crowd, GivesAway(start=LEFT + 3, stop=LEFT + 4))  # when no proof against it can be brought
     attackers = {7: LongLeave(start=LEFT), 8: teller, 9: early, 10: crowd, 11: crowd}
-    swarm = play(attackers, founders=12, strangers=1, byzantine=5, steps=20, until=3000.0)
+    swarm = play(attackers, founders=13, strangers=1, byzantine=5, steps=20, until=3000.0)
     assert get_notes(swarm, 8)["given up"]
     assert get_bans(swarm).get(swarm.keys[7]) is Rule.MALFORMED, describe(swarm)
 
@@ -217,8 +217,16 @@ def test_an_accuser_can_show_its_evidence_after_that_of_all_others() -> None:
 def test_proofs_cost_a_vote_no_time() -> None:
     """Nothing is to be computed for them, so nobody waits for that."""
     attackers = {6: SlowVote()} | dict.fromkeys((7, 8, 9), Attack())
-    swarm = play(attackers, joiners=3, byzantine=1, steps=8, gradient_time=10.0, until=200.0)
+    swarm = play(attackers, joiners=3, byzantine=1, steps=8, gradient_time=10.0, until=400.0)
     assert get_notes(swarm, 6)["voted late"]
+    late = [(time, event.step) for time, event in swarm.events[swarm.keys[0]] if isinstance(event, Waiting)]
+    started = {
+        event.view.step: time
+        for time, event in reversed(swarm.events[swarm.keys[0]])
+        if isinstance(event, AttemptStarted)
+    }
+    assert [step for _, step in late][:2] == [3, 4], "it comes back at once after the first time"
+    assert all(time - started[step] < 30.0 for time, step in late if step < 8), "two gradients, not one for each proof"
 
 
 # ---- A bound that falls though somebody new came
@@ -252,9 +260,18 @@ class Complaints(Attack):
         return change_body(sign, unopened=((owner, insider.index),))
 
 
+@dataclass(kw_only=True, eq=False)
+class GivesUpSuspended(GivesUp):
+    """Shows everybody a malformed message of a friend that is suspended, once it is a member itself."""
+
+    def find_friend(self, insider: Insider) -> bytes | None:
+        gone = [x.key for x in insider.view.suspended if x.key in insider.plot.keys]
+        return gone[0] if gone and insider.key in insider.view.roster else None
+
+
 @pytest.mark.parametrize("harm", [Timeouts(), Complaints()])
 def test_the_bound_does_not_fall_below_those_who_came_by_a_ban_of_an_old_key(harm: Attack) -> None:
-    attackers = {4: ReturnForNewcomer(start=1), 5: combine(GivesUp(), harm)}
+    attackers = {4: LongLeave(start=1, steps=10**6), 5: combine(GivesUpSuspended(), harm)}
     swarm = play(attackers, founders=5, joiners=1, byzantine=1, steps=40, newcomer_probation=12)
     assert get_bans(swarm) == {swarm.keys[4]: Rule.MALFORMED}, describe(swarm)
     assert get_peer(swarm, swarm.keys[0]).view.bound == 1

@@ -5,7 +5,7 @@ The long runs are in ``experiments/weather.py``; here are short ones of the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,26 +13,29 @@ import msgspec
 import pytest
 from test_experiments import load
 
+from phalanx.attacks import Attack, load_attack
 from phalanx.core.crypto import Domain
 from phalanx.core.events import StepFinished
-from phalanx.core.membership import View
+from phalanx.core.membership import compute_duties, make_genesis
 from phalanx.core.messages import Phase
 from phalanx.network.simulated import Links
+from phalanx.simulation.checkers import Checkers
 from phalanx.simulation.swarm import Setup, Swarm
 from phalanx.simulation.weather import Kind, LateMessages, Moment, Stalls, Weather, When
 
 DELTA = 1.0
 
-needs_floor = pytest.mark.xfail(
-    "suspended" not in View.__struct_fields__, reason="this core has no floor: honest hiccups end the run"
-)
-"""Tests of the floor and of quick returns. On a core without them they have to fail, which shows that the harness sees
-the break; once ``View.suspended`` is there they have to pass, and this mark can go."""
 
-
-def make_swarm(n: int = 7, b: int = 1, steps: int = 12, seed: int = 3, trace: bool = False) -> Swarm:
+def make_swarm(
+    n: int = 7,
+    b: int = 1,
+    steps: int = 12,
+    seed: int = 3,
+    trace: bool = False,
+    attackers: Mapping[int, Attack] | None = None,
+) -> Swarm:
     settings = {"byzantine": b, "steps": steps, "delta": DELTA, "gradient_time": 1.0, "transfer_time": 1.0}
-    setup = Setup(founders=n, settings=settings, compute_time=0.4)
+    setup = Setup(founders=n, settings=settings, compute_time=0.4, attackers=attackers or {})
     return Swarm(setup, seed, Links(delta=0.9 * DELTA, low=0.02, high=0.1), trace=trace)
 
 
@@ -181,7 +184,8 @@ def test_work_waits_while_the_process_stands_still() -> None:
     """A gradient that a pause interrupts is finished as much later."""
     swarm = make_swarm(steps=4)
     weather = Weather(swarm, Stalls(rate=0.0, lengths=(5, 5), kinds=(Kind.PAUSE,)))
-    key, front = swarm.keys[0], weather.stalls[0]
+    contributors = compute_duties(swarm.config, make_genesis(swarm.config)).contributors
+    key, front = contributors[0], weather.stalls[0]
     finished: list[float] = []
 
     class Steps(Signatures):
@@ -195,6 +199,18 @@ def test_work_waits_while_the_process_stands_still() -> None:
     commits = [time for time, who, _, phase in signatures.found if who == key and phase == Phase.COMMIT]
     # Three tenths of the first gradient's 0.4 s were computed before the pause.
     assert commits[0] == pytest.approx(0.3 + 5 + 0.1)
+
+
+@pytest.mark.parametrize("attack", [None, "patient_gradient@5"])
+def test_the_checkers_ask_for_no_more_than_the_weather_allows(attack: str | None) -> None:
+    attackers = {index: load_attack(attack) for index in (6, 7)} if attack is not None else {}
+    swarm = make_swarm(n=8, b=2, steps=40, seed=1, attackers=attackers)
+    checkers = Checkers(swarm)
+    weather = Weather(swarm, Stalls(rate=0.02, lengths=(3, 15), kinds=tuple(Kind), when=(*Moment, *Phase)), clears=30)
+    run(swarm)
+    checkers.finish()
+    assert weather.past
+    assert not checkers.violations, "\n".join(map(str, checkers.violations))
 
 
 # ---- What it must not do to a run
@@ -239,7 +255,6 @@ TAKEOVERS = {
 }
 
 
-@needs_floor
 @pytest.mark.parametrize("name", TAKEOVERS)
 def test_patient_attackers_take_nothing_over(experiment: ModuleType, name: str) -> None:
     fields = ("n", "b", "attack", "when", "length", "crowd", "kind", "safe", "steps")
@@ -247,7 +262,6 @@ def test_patient_attackers_take_nothing_over(experiment: ModuleType, name: str) 
     assert not get_wrong(experiment, [cell])
 
 
-@needs_floor
 def test_honest_hiccups_leave_everybody_in_the_run(experiment: ModuleType) -> None:
     sky = experiment.Sky(weather="boundary", length=10.0, compute=0.5, kind="cut", seed=1, steps=200)
     (row,) = experiment.judge_skies([experiment.run_sky(sky, 120.0)])

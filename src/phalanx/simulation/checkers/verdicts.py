@@ -9,7 +9,6 @@ import torch
 
 from phalanx.core import messages as m
 from phalanx.core.checking import cut
-from phalanx.core.config import KEPT_STEPS
 from phalanx.core.crypto import compute_commitment
 from phalanx.core.events import (
     Halted,
@@ -53,17 +52,11 @@ class Justice(Checker):
         self.wrong: dict[bytes, dict[int, float]] = {}
         """Who committed to, or reported, something wrong; in which steps; with which chance to be caught for it."""
         self.trials: dict[bytes, set[int]] = {}
-        self.left: dict[bytes, int] = {}
         self.covered: set[int] = set()
         """Parts of the step that somebody reports wrongly about."""
         self.done: set[int] = set()
         self.end: View | None = None
         self.exact = self.swarm.setup.rounding == 0 and self.config.tolerance is None
-
-    def on_view(self, key: bytes, before: View | None, view: View) -> None:
-        for who in before.roster if before is not None else ():
-            if who not in view.roster:
-                self.left.setdefault(who, view.step)
 
     def on_note(self, key: bytes, event: Any) -> None:
         if isinstance(event, RunFinished):
@@ -82,7 +75,8 @@ class Justice(Checker):
     def _audit(self, peer: Peer, transcript: Transcript, after: View) -> None:
         config, view = self.config, transcript.view
         for who, steps in self.wrong.items():
-            if view.step - 1 in steps and who in after.roster:
+            known = {*after.roster, *(member.key for member in after.suspended)}  # a draw reaches those that left
+            if view.step - 1 in steps and who in known:
                 self._try_luck(view.step, who, 1 - steps[view.step - 1])
         self._check_shares(transcript)
         count, wire = len(view.roster), WIRE_TYPES[config.wire]
@@ -210,9 +204,7 @@ class Justice(Checker):
         if latest is None:
             return
         for who, steps in self.wrong.items():
-            left = self.left.get(who, latest.step)
-            recent = [at for at in steps if at >= left - KEPT_STEPS] if who in self.left else []
-            recent += [at for at in steps if at >= self.config.steps - 2]  # for these nobody is drawn: all check
+            recent = [at for at in steps if at >= self.config.steps - 2]  # for these nobody is drawn: all check
             if recent and who not in latest.banned:
                 self.report(latest.step, f"{name(who)} was wrong in step {max(recent)}, and nobody found out")
 
