@@ -16,7 +16,7 @@ from phalanx import events as module
 from phalanx.core import events as notes
 from phalanx.core.envelope import compute_message_digest, seal
 from phalanx.core.errors import LocalError
-from phalanx.core.messages import Accusation, Ballot, Commit, Confirm, Equivocation, Phase, Rule, Verdict, Vote
+from phalanx.core.messages import NOTHING, Accusation, Ballot, Commit, Confirm, Equivocation, Phase, Rule, Verdict, Vote
 from phalanx.core.peer import compute_case_digest
 from phalanx.events import (
     FIRST,
@@ -402,7 +402,7 @@ def make_trial(verdict: Verdict) -> tuple[notes.Banned, dict[bytes, int]]:
     case = compute_case_digest(charge)
     said = []
     for place, signer in enumerate(signers):
-        confirm = Confirm(zero, (case,) if place == 1 else (), (), (), False, False)
+        confirm = Confirm(zero, (case,) if place == 1 else (), (), (), False, False, (), NOTHING)
         said.append(seal(signer, run, 20, 2, 0, Phase.CONFIRM, root, confirm))
     for place, signer in enumerate(signers):
         vote = Vote((Ballot(case, Verdict.NOT_RECEIVED if place == 2 else verdict),), ())

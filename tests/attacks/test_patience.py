@@ -119,7 +119,9 @@ def test_returns_are_blocked_but_for_friends() -> None:
     stranger = one.config.founders[-1]
     block = BlockReturns()
     joins = tuple(sorted((other.key, stranger)))
-    confirm = block.on_body(one, make_sign(one, Phase.CONFIRM, m.Confirm(bytes(32), (), joins, (), False, False)))
+    confirm = block.on_body(
+        one, make_sign(one, Phase.CONFIRM, m.Confirm(bytes(32), (), joins, (), False, False, (), m.NOTHING))
+    )
     assert isinstance(confirm, Sign)
     assert confirm.body.joins == (other.key,)  # type: ignore[union-attr]
     trials = tuple(m.Listed(key, bytes(32)) for key in joins)

@@ -469,7 +469,7 @@ def make_confirms(
     bodies: dict[int, m.Body] = {}
     for peer in get_peers(watched, view):
         named = tuple(compute_case_digest(charge) for charge in (charges or {}).get(peer, ()))
-        bodies[peer] = m.Confirm(NOBODY, named, (), (), False, peer in blind)
+        bodies[peer] = m.Confirm(NOBODY, named, (), (), False, peer in blind, (), m.NOTHING)
     return agree(watched, Phase.CONFIRM, bodies, reports)
 
 
@@ -580,7 +580,7 @@ def make_charge(
 
 
 def accuse(watched: Checkers, peer: int, charge: m.Accusation) -> m.Signed:
-    body = m.Confirm(NOBODY, (compute_case_digest(charge),), (), (), False, False)
+    body = m.Confirm(NOBODY, (compute_case_digest(charge),), (), (), False, False, (), m.NOTHING)
     return sign(watched, peer, Phase.CONFIRM, body)
 
 
@@ -740,7 +740,7 @@ def test_v4_of_oneself_is_a_false_accusation_where_the_votes_say_so(watched: Che
     view, key = change(watched.latest), watched.swarm.keys[4]
     charge = make_charge(watched, Rule.GRADIENT, 4, ())
     digest, named = compute_case_digest(charge), accuse(watched, 4, charge)
-    strange = sign(watched, 4, Phase.CONFIRM, m.Confirm(NOBODY, (NOBODY,), (), (), False, False))
+    strange = sign(watched, 4, Phase.CONFIRM, m.Confirm(NOBODY, (NOBODY,), (), (), False, False, (), m.NOTHING))
 
     def is_shown(verdicts: list[Verdict], *confirms: m.Signed, peer: int = 4) -> bool:
         votes = (*confirms, *make_votes(watched, digest, verdicts))
@@ -779,7 +779,7 @@ def test_v4_needs_a_strict_majority_of_the_voters(watched: Checkers) -> None:
     commit = sign(watched, 4, Phase.COMMIT, m.Commit(NOBODY, NOBODY, NOBODY))
     charge = m.Accusation(Rule.GRADIENT, key, view.step, view.attempt, (), commit, None, (), ())
     digest = compute_case_digest(charge)
-    accuser = sign(watched, 0, Phase.CONFIRM, m.Confirm(NOBODY, (digest,), (), (), False, False))
+    accuser = sign(watched, 0, Phase.CONFIRM, m.Confirm(NOBODY, (digest,), (), (), False, False, (), m.NOTHING))
     cases = [([GUILTY] * 4, True), ([GUILTY, GUILTY, GUILTY, INNOCENT], True), ([GUILTY, GUILTY, INNOCENT], False)]
     for verdicts, proven in cases:
         votes = (*make_votes(watched, digest, verdicts), accuser)

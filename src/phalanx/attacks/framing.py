@@ -125,7 +125,9 @@ class ReportForOne(Attack):
             return ((to, message),)
         insider.notes[self, "shown"] = insider.notes["report shown"] = True
         place = (message.height + 1, message.step, message.attempt, Phase.CONFIRM, bytes([7]) * 32)
-        wrong = seal(insider.signer, insider.config.run, *place, m.Confirm(bytes(32), (), (), (), False, False))
+        wrong = seal(
+            insider.signer, insider.config.run, *place, m.Confirm(bytes(32), (), (), (), False, False, (), m.NOTHING)
+        )
         insider.send_later(0.0, insider.honest[:1], wrong)
         insider.send_later(insider.config.delta, insider.honest[:1], message)
         return ()

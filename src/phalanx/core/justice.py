@@ -27,7 +27,6 @@ from phalanx.core.membership import (
     Suspect,
     View,
     change_members,
-    compute_hiccup,
     compute_margin,
     find_record,
     find_targets,
@@ -858,11 +857,11 @@ def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> 
     found = judge(reading, view.bound, pace, apart, _find_claims(transcript))
     charges = {roster[i]: charge for i, charge in found.charges.items()}
     debts = settle_debts({x.key: x.count for x in view.debts}, charges, find_leak(pace))
-    limit, hiccup = find_limit(config.delta, config.transfer_time, pace), round(1000 * compute_hiccup(config))
+    limit = find_limit(config.delta, config.transfer_time, pace)
     gone = {*decision.banned, *decision.removed}
     for key in find_debtors(debts, [key for key in roster if key not in gone], limit, view.bound):
         debt = debts[key]
-        debts[key] = limit_stay(debt, charges.get(key, 0), hiccup, limit)
+        debts[key] = limit_stay(debt, charges.get(key, 0), limit)
         decision.remove(key, tell_debt(charges.get(key, 0), debt, limit))
         decision.slow.add(key)
     gone = {*decision.banned, *decision.removed}

@@ -179,11 +179,11 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     attempts: tuple[Committed, ...]
     """Attempts of the last steps: what may still be checked."""
     suspects: tuple[Suspect, ...]
-    pace: int = 0
+    pace: int
     """The agreed duration of a step in milliseconds; 0: not known yet."""
-    debts: tuple[Count, ...] = ()
+    debts: tuple[Count, ...]
     """Milliseconds that members, suspended ones too, have cost the others and not made up for."""
-    rifts: tuple[Rift, ...] = ()
+    rifts: tuple[Rift, ...]
 
 
 def encode_view(view: View) -> bytes:
@@ -449,6 +449,9 @@ def make_genesis(config: Config) -> View:
         candidates=(),
         attempts=(),
         suspects=(),
+        pace=0,
+        debts=(),
+        rifts=(),
     )
 
 
@@ -739,11 +742,6 @@ def _let_in(config: Config, view: View, joins: Collection[bytes], step: int) -> 
 def compute_limit(config: Config, view: View) -> int:
     """Milliseconds that a member may owe."""
     return find_limit(config.delta, config.transfer_time, view.pace)
-
-
-def compute_hiccup(config: Config) -> float:
-    """Seconds that one honest pause can cost without a slow path: as late as a COMMIT may be."""
-    return 4 * config.delta + max(config.gradient_time, config.transfer_time)
 
 
 def _draw_trial_checks(

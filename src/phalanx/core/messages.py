@@ -236,8 +236,8 @@ class Confirm(_Said, frozen=True):
     late: Keys
     leaving: bool
     blind: bool
-    charged: Annotated[tuple[Key, ...], Meta(max_length=MAX_CASES)] = ()
-    timing: Timing = NOTHING
+    charged: Annotated[tuple[Key, ...], Meta(max_length=MAX_CASES)]
+    timing: Timing
 
     @property
     def charges(self) -> tuple[tuple[Key, Digest], ...]:

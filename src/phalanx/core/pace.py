@@ -28,8 +28,8 @@ member has them with ``b_t`` attackers, and perhaps over one bad line; who has m
 *What is put up with* (:func:`settle_debts`). Charges add up to a debt, which shrinks in each step by a tenth of the
 agreed step. A member that owes more than ``find_limit`` is suspended, and comes back when it owes no more. Debts shrink
 outside as well, so a member that has cost an hour stays away until that hour, too, is a tenth of what the run took
-since. One honest pause costs no more than one deadline; a machine that pauses once too often is back as soon as one
-that is silent too often, after 40 steps at most (:func:`limit_stay`).
+since. One honest pause costs no more than the limit; a machine that pauses once too often is back as soon as one that
+is silent too often, after 40 steps at most (:func:`limit_stay`).
 
 What follows, for ``n >= 3 b_t + 1``, while messages arrive within ``delta`` (``tests/core/test_pace.py``):
 
@@ -306,12 +306,13 @@ def find_debtors(debts: Mapping[bytes, int], roster: Collection[bytes], limit: i
     return tuple(over[:bound])
 
 
-def limit_stay(debt: int, charge: int, hiccup: int, limit: int) -> int:
-    """What a member owes once it is suspended for it: beyond the limit only what no honest pause can have cost.
+def limit_stay(debt: int, charge: int, limit: int) -> int:
+    """What a member owes once it is suspended for it: the limit, or what it cost in this step alone.
 
-    Who pauses too often stays away as long as who is silent too often does: an absence is counted for either.
+    One honest pause costs no more than the limit. Who pauses too often stays away as long as who is silent too often
+    does: an absence is counted for either.
     """
-    return min(debt, limit + max(0, charge - hiccup))
+    return min(debt, max(limit, charge))
 
 
 def may_return(debt: int, limit: int) -> bool:
