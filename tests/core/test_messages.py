@@ -1186,6 +1186,7 @@ def right_of(parts: int) -> st.SearchStrategy[tuple[tuple[float, ...], tuple[flo
 
 
 LISTED = st.builds(lambda keys: tuple(m.Listed(key, ONE) for key in keys), increasing(KEY))
+LAGS = st.lists(st.integers(0, 2**32 - 1), max_size=6).map(lambda x: tuple(x) if any(x) else ())
 BODY = st.one_of(
     some(m.Commit, parts=st.none() | KEY),
     some(m.Aggregate, missing=st.just(()), unopened=increasing(PAIR), trials=LISTED),
@@ -1205,6 +1206,8 @@ BODY = st.one_of(
         late=increasing(KEY),
         leaving=st.booleans(),
         blind=st.booleans(),
+        charged=st.just(()),
+        timing=st.builds(m.Timing, *(st.integers(0, 2**32 - 1),) * 3, LAGS, LAGS),
     ),
     increasing(KEY).flatmap(
         lambda cases: some(

@@ -43,6 +43,7 @@ from phalanx.core.messages import MAX_BALLOTS, Phase, Rule, Signed, Verdict
 from phalanx.core.pace import (
     RIFT_STEPS,
     find_debtors,
+    find_estranged,
     find_leak,
     find_limit,
     judge,
@@ -868,6 +869,8 @@ def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> 
     old = [rift for rift in view.rifts if rift.step > view.step - RIFT_STEPS]
     new = [Rift(view.step, roster[one], roster[other]) for one, other in sorted(found.rifts) if one != other]
     rifts = tuple(rift for rift in (*old, *new) if rift.one not in gone and rift.other not in gone)
+    if find_estranged({make_pair(place[x.one], place[x.other]) for x in rifts}, view.bound) is None:
+        rifts = ()  # it was the weather
     known = {*roster, *(x.key for x in view.suspended)} - {*decision.banned, *view.banned}
     owed = tuple(Count(key, debt) for key, debt in sorted(debts.items()) if key in known)
     decision.pace = Pace(pace, owed, rifts)

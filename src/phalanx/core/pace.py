@@ -223,7 +223,7 @@ def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], clai
 
     A member that has rifts with more members than may be Byzantine pays for what lies between it and others.
     """
-    grace, estranged = pace // SHARE, find_estranged(rifts, bound)
+    grace, estranged = pace // SHARE, find_estranged(rifts, bound) or frozenset()
     charges, fresh = dict[int, int](), set[Pair]()
     for key, vouched in enumerate(reading.late):
         excuses = _find_excuses(reading, key, rifts) if vouched > grace and key not in estranged else {}
@@ -232,10 +232,10 @@ def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], clai
             charges[key] = charges.get(key, 0) + vouched - excused
         for other in sorted(excuses, key=lambda other: (-excuses[other], other)):
             # No more than are needed, and none where an honest member saw whose fault it is: a rift counts for both.
-            if excused > 0 and reading.late[other] <= grace:
+            if excused > 0 and reading.late[other] <= grace and other in estranged:
+                charges[other] = charges.get(other, 0) + min(excused, excuses[other])
+            elif excused > 0 and reading.late[other] <= grace:
                 fresh.add(make_pair(key, other))
-                if other in estranged:
-                    charges[other] = charges.get(other, 0) + min(excused, excuses[other])
             excused -= excuses[other]
     cost = min(reading.rounds, pace)  # no more, since others may draw it out
     paying: set[int] = set()
@@ -271,10 +271,10 @@ def find_relays(roster: Sequence[bytes], one: bytes, other: bytes, bound: int) -
     return tuple(between)[: 2 * bound + 1]
 
 
-def find_estranged(rifts: Collection[Pair], bound: int) -> frozenset[int]:
-    """Members with rifts to more members than may be Byzantine; nobody, if these are too many themselves.
+def find_estranged(rifts: Collection[Pair], bound: int) -> frozenset[int] | None:
+    """Members with rifts to more members than may be Byzantine; None: these are too many themselves.
 
-    Then it was no member: messages took longer than usual.
+    Then it was no member: messages took longer than usual, and all rifts are to be forgotten.
     """
     left, found = {pair for pair in rifts if pair[0] != pair[1]}, set[int]()
     while True:
@@ -286,7 +286,7 @@ def find_estranged(rifts: Collection[Pair], bound: int) -> frozenset[int]:
         if worst is None or counts[worst] <= bound + _BAD_LINES:
             return frozenset(found)
         if len(found) == bound:
-            return frozenset()
+            return None
         found.add(worst)
         left = {pair for pair in left if worst not in pair}
 

@@ -221,13 +221,14 @@ class Peer:
         self.part_times: dict[tuple[int, int, bytes, int], float] = {}
         self.aggregate_times: dict[tuple[int, int, int], float] = {}
         """When parts and aggregates first were here as a whole."""
+        self.view = view
         self.enter(view)
 
     # ---- Where we are
 
     def enter(self, view: View, *, riding: bool = False) -> None:
         """Start from a view. ``riding``: what led to it is complete, but settled only by the attempt's COMMIT."""
-        before = self.view.roster if hasattr(self, "view") else view.roster
+        before = self.view.roster
         self.view = view
         self.riding = riding
         self.duties = compute_duties(self.config, view)
