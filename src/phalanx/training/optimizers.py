@@ -33,12 +33,15 @@ from torch import Tensor
 from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
 from phalanx.core.room import make_room_like
+from phalanx.core.verification import measure_tensors
 from phalanx.core.wire import WIRE_TYPES, decode_tensor, view_bytes
 from phalanx.training.schedules import SCHEDULES, Schedule, compute_power
 
 _BLOCK = 1 << 17  # numbers that a CPU takes through all operations while they are in its cache
 _LANES = 1 << 16  # part of the arithmetic: another number is another sum
 _MOST_TRUST = 1e6
+_LEAST_TENSOR = 1e-3
+"""Of the whole gradient, a tensor's own counts as at least this share when somebody's deviation is measured."""
 _GRADIENTS = frozenset(wire.dtype for wire in WIRE_TYPES.values())
 
 Slots: TypeAlias = tuple[Tensor, ...]
@@ -149,6 +152,16 @@ class Optimizer(ABC):
         return after
 
 
+    def measure_deviation(
+        self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> float:
+        """How far a deviation from a peer's gradient could move this state, as a share of what the gradient could.
+
+        Where updates are sums of gradients: the deviation's length beside the gradient's, tensor by tensor of ``sizes``.
+        """
+        return measure_tensors(deviation, gradient, sizes, _LEAST_TENSOR)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Scheduled(Optimizer, ABC):
     """An optimizer whose rate follows a schedule."""
@@ -223,6 +236,22 @@ class AdamW(_Scheduled):
         m = torch.mul(old[0][block], beta1, out=new[0][block]).add_(g * rest1)
         v = torch.mul(old[1][block], beta2, out=new[1][block]).add_((g * g).mul_(rest2))
         return m / _sqrt(v).mul_(correction).add_(_single(self.epsilon))
+
+    def measure_deviation(
+        self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> float:
+        """The largest share of what a coordinate's push is divided by: the most that the push can move, at any step.
+
+        That is ``sqrt(v) + epsilon`` with the ``v`` that the gradient itself would leave. From the ``v`` before, all
+        coordinates of the first step, and those of a rare word in any, would be judged by ``epsilon`` alone, and two
+        honest platforms differ by more. Where the gradient is zero it is ``epsilon`` and what others left there.
+        """
+        worst, rest = 0.0, 1 - compute_power(self.beta2, step + 1)
+        for block in _blocks(gradient):
+            g, v = gradient[block].double(), state.slots[1][block].to(gradient.device).double()
+            divisor = v.mul_(self.beta2).add_(g.mul_(g).mul_(1 - self.beta2)).div_(rest).sqrt_().add_(self.epsilon)
+            worst = max(worst, float(deviation[block].double().div_(divisor).max()))
+        return worst
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,12 @@ class Solo(Machine):
         with self._busy:
             return self._gradients.evaluate(parameters)
 
+    def measure_deviation(self, step: int, deviation: Tensor, gradient: Tensor) -> float | None:
+        held, sizes = self.states.get(step), self._gradients.sizes
+        if held is None:
+            return None
+        return self.optimizer.measure_deviation(held, deviation, gradient, step, sizes)
+
     def apply(self, step: int, aggregate: Tensor) -> None:
         before = self.states[step]
         self.undo(step)
