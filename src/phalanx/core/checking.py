@@ -16,7 +16,7 @@ from phalanx.core.justice import Case, get_accused
 from phalanx.core.membership import View, compute_batch_seed, find_record, has_concluded
 from phalanx.core.merkle import compute_paths, hash_part, verify_path
 from phalanx.core.messages import Phase, Rule, Verdict
-from phalanx.core.partition import compute_part_sizes, split_parts
+from phalanx.core.partition import compute_part_sizes, join_parts, split_parts
 from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
@@ -150,15 +150,13 @@ def _compare(peer: Peer, step: int, parts: dict[int, Piece], raw: Tensor, count:
     """Tolerant: the committed bytes against my own gradient. Those that are not here convict and clear nobody."""
     assert peer.config.tolerance is not None
     gradient = prepare_gradient(raw, peer.config.cap, WIRE_TYPES["float32"])
-    deviation, start = torch.zeros(len(gradient)), 0
-    for part, size in enumerate(compute_part_sizes(peer.config.size, count)):
-        piece = slice(start, start := start + size)
-        if part in parts:
-            theirs, valid = read_part(parts[part], size, peer.wire, peer.config.cap)
-            if not valid:
-                return Verdict.GUILTY
-            deviation[piece] = find_deviation(theirs, gradient[piece], peer.wire)
-    distance = yield MeasureDeviation(step, deviation, gradient)
+    deviations = []
+    for part, ours in enumerate(split_parts(gradient, count)):
+        theirs, valid = read_part(parts[part], len(ours), peer.wire, peer.config.cap) if part in parts else (ours, True)
+        if not valid:
+            return Verdict.GUILTY
+        deviations.append(find_deviation(theirs, ours, peer.wire))
+    distance = yield MeasureDeviation(step, join_parts(deviations), gradient)
     if distance is None:  # the state is no longer here
         return Verdict.INCONCLUSIVE
     verdict = judge_distance(distance, peer.config.tolerance)

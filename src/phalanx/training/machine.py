@@ -49,9 +49,7 @@ class Workshop:
         return found[1] if found is not None else None
 
     def measure_deviation(self, state: bytes, step: int, deviation: Tensor, gradient: Tensor) -> float:
-        return self.optimizer.measure_deviation(
-            self._states[state], deviation, gradient, step, self.gradients.sizes
-        )
+        return self.optimizer.measure_deviation(self._states[state], deviation, gradient, step, self.gradients.sizes)
 
     def update(self, step: int, state: bytes, aggregate: Tensor) -> bytes:
         """The digest of the state that follows."""
@@ -137,3 +135,8 @@ class Trainer(Machine):
     def compute_earlier(self, step: int, seed: bytes, delay: int) -> Tensor:
         earlier = self._workshop.parameters.get(step - delay, self._workshop.start.parameters)
         return self._workshop.gradients.compute(earlier, seed)
+
+    def find_deviation(self, step: int, direction: Tensor, gradient: Tensor) -> Tensor:
+        shop = self._workshop
+        state = shop.get(self.digests[step])
+        return shop.optimizer.find_deviation(state, direction, gradient, step, shop.gradients.sizes)

@@ -40,6 +40,7 @@ from phalanx.training.schedules import SCHEDULES, Schedule, compute_power
 _BLOCK = 1 << 17  # numbers that a CPU takes through all operations while they are in its cache
 _LANES = 1 << 16  # part of the arithmetic: another number is another sum
 _MOST_TRUST = 1e6
+_TINY = 1e-30
 _LEAST_TENSOR = 1e-3
 """Of the whole gradient, a tensor's own counts as at least this share when somebody's deviation is measured."""
 _GRADIENTS = frozenset(wire.dtype for wire in WIRE_TYPES.values())
@@ -151,15 +152,23 @@ class Optimizer(ABC):
                 raise LocalError(f"step {step}: the update overflows ({name}); lower the rate or the cap on gradients")
         return after
 
-
     def measure_deviation(
         self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
     ) -> float:
         """How far a deviation from a peer's gradient could move this state, as a share of what the gradient could.
 
-        Where updates are sums of gradients: the deviation's length beside the gradient's, tensor by tensor of ``sizes``.
+        Where updates are sums of gradients: the deviation's length beside the gradient's, for each tensor of ``sizes``.
         """
         return measure_tensors(deviation, gradient, sizes, _LEAST_TENSOR)
+
+    def find_deviation(
+        self, state: State, direction: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> Tensor:
+        """The most that an attacker gets in along ``direction``: what :meth:`measure_deviation` says is 1."""
+        least, found = _LEAST_TENSOR * float(gradient.double().norm()), []
+        for d, g in zip(direction.split(list(sizes)), gradient.split(list(sizes)), strict=True):
+            found.append(d * (max(float(g.double().norm()), least) / max(float(d.double().norm()), _TINY)))
+        return torch.cat(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,18 +249,29 @@ class AdamW(_Scheduled):
     def measure_deviation(
         self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
     ) -> float:
-        """The largest share of what a coordinate's push is divided by: the most that the push can move, at any step.
+        """The largest share of what a coordinate's push is divided by: that much of a step it can move, and no more."""
+        shares = (
+            float((deviation[block].double() / self._compute_divisor(state, gradient, block, step)).max())
+            for block in _blocks(gradient)
+        )
+        return max(shares, default=0.0)
 
-        That is ``sqrt(v) + epsilon`` with the ``v`` that the gradient itself would leave. From the ``v`` before, all
-        coordinates of the first step, and those of a rare word in any, would be judged by ``epsilon`` alone, and two
-        honest platforms differ by more. Where the gradient is zero it is ``epsilon`` and what others left there.
+    def find_deviation(
+        self, state: State, direction: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> Tensor:
+        divisors = [self._compute_divisor(state, gradient, block, step) for block in _blocks(gradient)]
+        return (torch.cat(divisors) * direction.sign()).float()
+
+    def _compute_divisor(self, state: State, gradient: Tensor, block: slice, step: int) -> Tensor:
+        """``sqrt(v) + epsilon``, with the ``v`` that the gradient alone would leave: float64.
+
+        From the ``v`` before it, all coordinates of the first step, and in any step those of a word that was long not
+        seen, would be judged by ``epsilon`` alone; there, honest platforms differ by more. Where the gradient is zero
+        this is ``epsilon`` and what earlier gradients left.
         """
-        worst, rest = 0.0, 1 - compute_power(self.beta2, step + 1)
-        for block in _blocks(gradient):
-            g, v = gradient[block].double(), state.slots[1][block].to(gradient.device).double()
-            divisor = v.mul_(self.beta2).add_(g.mul_(g).mul_(1 - self.beta2)).div_(rest).sqrt_().add_(self.epsilon)
-            worst = max(worst, float(deviation[block].double().div_(divisor).max()))
-        return worst
+        g, v = gradient[block].double(), state.slots[1][block].to(gradient.device).double()
+        v = v.mul_(self.beta2).add_(g.mul_(g).mul_(1 - self.beta2))
+        return v.div_(1 - compute_power(self.beta2, step + 1)).sqrt_().add_(self.epsilon)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,3 +149,6 @@ class Solo(Machine):
     def compute_earlier(self, step: int, seed: bytes, delay: int) -> Tensor:
         with self._busy:
             return self._gradients.compute(self._past.get(step - delay, self.start.parameters), seed)
+
+    def find_deviation(self, step: int, direction: Tensor, gradient: Tensor) -> Tensor:
+        return self.optimizer.find_deviation(self.states[step], direction, gradient, step, self._gradients.sizes)
