@@ -1,6 +1,6 @@
 """Who is in the gap of tolerant mode too often (docs/PROTOCOL.md, section 9). Pure functions; the view holds the tally.
 
-A gradient between the two thresholds convicts nobody. An honest member's is hardly ever there, if the thresholds fit the
+A gradient between the two thresholds convicts nobody. An honest one is hardly ever there, if the thresholds fit the
 platforms; an attacker that stays there gets more in than one below. So a member that more distinct checkers have found
 there than may be Byzantine, within a window, is suspended: it is removed, and comes back through probation, which is
 twice as long each time. One of those checkers is honest, so liars alone suspend nobody.

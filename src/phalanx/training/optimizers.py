@@ -424,6 +424,15 @@ METHODS: dict[str, Method] = {
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": Sgd, "adamw": AdamW, "lamb": Lamb, "restarted": Restarted}
 
+TOLERANCES: dict[str, tuple[float, float]] = {
+    "sgd": (1e-4, 1e-2),
+    "restarted": (1e-4, 1e-2),
+    "adamw": (0.03, 0.3),
+    "lamb": (0.03, 0.3),
+}
+"""LOWER and UPPER of ``Tolerance`` that suit an optimizer: about twice, or more, what ``experiments/tolerance.py`` finds
+between honest platforms, and ten times LOWER or more. What they are shares of, ``measure_deviation`` says."""
+
 _SCHEDULE = ("schedule", "warmup", "floor")
 _GIVEN = ("steps", "sizes")  # fields that are no settings
 
