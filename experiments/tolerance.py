@@ -2,14 +2,15 @@
 
     python experiments/tolerance.py [spread|backdoor|grid|all] [--steps 2000] [--out FILE] [--json]
 
-*spread*: honest steps of pysource with AdamW and LAMB and of digits with SGD. In each, a validator's gradient is compared
-with that of two threads instead of one, of the batch's rows in another order, and of another attention kernel, as V4
-compares them. Printed are verdicts and the largest distance.
+*spread*: honest steps of pysource with AdamW, LAMB and SGD, and of digits with SGD. In each, a validator's gradient is
+compared, as V4 does it, with that of two threads instead of one, of the batch's rows in another order, and of another
+attention kernel. Printed are verdicts and the largest distance.
 
 *backdoor*: 7 peers, 2 of which whisper towards data with a trigger, at half of LOWER and at 0.9 of UPPER, beside nobody
 whispering: how often the trigger gives the attackers' answer, and who is banned or removed.
 
-*grid*: the same spread, and what is learned, where AdamW's gradients are rounded to multiples of a tenth of epsilon first.
+*grid*: the same spread, and what is learned, where AdamW's gradients are rounded first: to multiples of a tenth or a
+hundredth of epsilon.
 
 What is in FILE already, one JSON object a line, is not measured again. Exit 1 if an honest platform is guilty or in the
 gap, an honest peer is banned, or a backdoor works and its attackers are still members.
@@ -76,7 +77,7 @@ def measure_spread(name: str, steps: int, grid: float = 0.0, peers: int = 3) -> 
     task_name, changes = RUNS[name]
     task = make_task(task_name)
     one, other = Gradients(task), Reordered(task)
-    settings, _ = make_settings(task, changes, None, steps, tolerant=True)
+    settings, _ = make_settings(task, fit_warmup(task, changes, steps), None, steps, tolerant=True)
     optimizer = make_optimizer(settings, steps, one.sizes)
     tolerance, wire, state = Tolerance(*TOLERANCES[settings["name"]]), WIRE_TYPES["float32"], optimizer.init(one.start)
     distances: dict[str, list[float]] = {}
@@ -107,6 +108,12 @@ def measure_spread(name: str, steps: int, grid: float = 0.0, peers: int = 3) -> 
         "upper": tolerance.upper,
         "metric": one.evaluate(state.parameters),
     }
+
+
+def fit_warmup(task: Task, changes: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A short run warms up for a quarter of it."""
+    warmup = {"name": "adamw", **task.recipe, **changes}.get("warmup", 0)
+    return {**changes, "warmup": min(warmup, steps // 4)} if warmup and changes.get("name") != "sgd" else changes
 
 
 def make_task(name: str) -> Task:
@@ -154,7 +161,6 @@ def measure_backdoor(name: str, distance: float, steps: int | None, seed: int = 
     """A run in which attackers whisper at ``distance``; without attackers if it is 0."""
     task_name, changes = RUNS[name]
     task, count = make_task(task_name), steps if steps is not None else STEPS[task_name]
-    changes = {**changes, "warmup": min(150, count)} if name != "sgd" and name != "sgd on text" else changes
     lower, upper = TOLERANCES[changes.get("name", task.recipe["optimizer"])]
     attackers = {"byzantine": BYZANTINE, "attack": f"whisper_{distance:g}"} if distance else {}
     result = simulate(
@@ -162,7 +168,7 @@ def measure_backdoor(name: str, distance: float, steps: int | None, seed: int = 
         peers=PEERS,
         steps=count,
         seed=seed,
-        optimizer=changes,
+        optimizer=fit_warmup(task, changes, count),
         tolerance=(lower, upper),
         evaluate_every=10**6,
         **attackers,  # type: ignore[arg-type]

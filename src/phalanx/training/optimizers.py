@@ -430,8 +430,9 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "adamw": (0.03, 0.3),
     "lamb": (0.03, 0.3),
 }
-"""LOWER and UPPER of ``Tolerance`` that suit an optimizer: about twice, or more, what ``experiments/tolerance.py`` finds
-between honest platforms, and ten times LOWER or more. What they are shares of, ``measure_deviation`` says."""
+"""LOWER and UPPER of a ``Tolerance`` that suits an optimizer: LOWER is about twice what honest platforms differ by or
+more (``experiments/tolerance.py``), UPPER at least ten times LOWER. What they are shares of, ``measure_deviation``
+says."""
 
 _SCHEDULE = ("schedule", "warmup", "floor")
 _GIVEN = ("steps", "sizes")  # fields that are no settings
