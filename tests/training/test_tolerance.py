@@ -158,6 +158,22 @@ def test_lamb_a_coordinate_moves_by_that_times_the_trust(distance: float) -> Non
     assert float(moved.max()) <= 10 * rate * WEIGHT * distance * steps
 
 
+def test_lamb_lets_nobody_into_a_tensor_without_a_gradient() -> None:
+    """LAMB makes any push as long as its tensor: however small, it would move it at the full rate."""
+    optimizer, state = make("lamb")
+    gradient, off = draw_gradient(0), torch.zeros(SIZE)
+    gradient[-8:], off[-1] = 0, 1e-30
+    assert optimizer.measure_deviation(state, off, gradient, 0, SIZES) > 1
+    whisper = optimizer.find_deviation(state, normal(SIZE, 5), gradient, 0, SIZES)
+    assert not whisper[-8:].any()
+    pushed = optimizer.update(state, gradient + off, 0).parameters - optimizer.update(state, gradient, 0).parameters
+    assert float(pushed[-8:].norm()) < 1e-6  # so short a push float32 loses; a longer one it does not:
+    off[-1] = 1e-9
+    pushed = optimizer.update(state, gradient + off, 0).parameters - optimizer.update(state, gradient, 0).parameters
+    assert float(pushed[-8:].norm()) == pytest.approx(0.01 * float(state.parameters[-8:].norm()), rel=1e-3)
+    assert optimizer.measure_deviation(state, off, gradient, 0, SIZES) > 1
+
+
 @pytest.mark.parametrize("kind", ["sgd", "momentum"])
 def test_sgd_a_tensor_moves_by_a_share_of_its_gradients(kind: str) -> None:
     """``rate weight distance / (1 - momentum)`` of a gradient's length in each step."""

@@ -41,6 +41,7 @@ _BLOCK = 1 << 17  # numbers that a CPU takes through all operations while they a
 _LANES = 1 << 16  # part of the arithmetic: another number is another sum
 _MOST_TRUST = 1e6
 _TINY = 1e-30
+_LEAST_PUSH = 1e-3  # of a coordinate on average, in a tensor that some batches touch; Adam's is up to 1
 _LEAST_TENSOR = 1e-3
 """Of the whole gradient, a tensor's own counts as at least this share when somebody's deviation is measured."""
 _GRADIENTS = frozenset(wire.dtype for wire in WIRE_TYPES.values())
@@ -166,7 +167,7 @@ class Optimizer(ABC):
     ) -> Tensor:
         """The most that an attacker gets in along ``direction``: what :meth:`measure_deviation` says is 1."""
         least, found = _LEAST_TENSOR * float(gradient.double().norm()), []
-        for d, g in zip(direction.split(list(sizes)), gradient.split(list(sizes)), strict=True):
+        for d, g in zip(torch.split(direction, list(sizes)), torch.split(gradient, list(sizes)), strict=True):
             found.append(d * (max(float(g.double().norm()), least) / max(float(d.double().norm()), _TINY)))
         return torch.cat(found)
 
@@ -307,6 +308,40 @@ class Lamb(AdamW):
         for (x, u), out, ratio in zip(tensors, torch.split(after.parameters, sizes), ratios, strict=True):
             torch.sub(x, u * _single(self._compute_rate(step) * ratio), out=out)
         return after
+
+    def measure_deviation(
+        self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> float:
+        """As for Adam; but a push is made as long as its tensor however short it is, so where it is tiny more is at
+        stake, and where a tensor has none any deviation is beyond measure."""
+        shares = [
+            float((deviation[piece].double() / self._compute_divisor(state, gradient, piece, step)).max()) / share
+            if share
+            else math.inf
+            for piece, share in self._find_shares(state, gradient, step)
+            if bool(deviation[piece].any())
+        ]
+        return max(shares, default=0.0)
+
+    def find_deviation(
+        self, state: State, direction: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> Tensor:
+        found = super().find_deviation(state, direction, gradient, step, sizes)
+        for piece, share in self._find_shares(state, gradient, step):
+            found[piece] *= share
+        return found
+
+    def _find_shares(self, state: State, gradient: Tensor, step: int) -> Iterator[tuple[slice, float]]:
+        """Each tensor's place, and its push as a share of the least that a tensor usually has: 1 at most."""
+        assert self.sizes is not None, "init checks the sizes"
+        rest, start = 1 - compute_power(self.beta1, step + 1), 0
+        for size in self.sizes:
+            piece = slice(start, start := start + size)
+            m = state.slots[0][piece].to(gradient.device).double() * self.beta1
+            m += gradient[piece].double() * (1 - self.beta1)
+            push = m.div_(self._compute_divisor(state, gradient, piece, step)).div_(rest)
+            push += state.parameters[piece].to(gradient.device).double() * self.weight_decay
+            yield piece, min(1.0, float(push.norm()) / (_LEAST_PUSH * math.sqrt(max(size, 1))))
 
 
 @dataclass(frozen=True, kw_only=True)
