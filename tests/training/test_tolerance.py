@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -201,24 +202,25 @@ def play(optimizer: dict[str, Any], attack: str = "none", **settings: Any) -> Re
 @pytest.mark.parametrize("kind", ["momentum", "adamw", "lamb"])
 def test_v4_a_whisper_above_upper_is_convicted(kind: str) -> None:
     upper = TOLERANCES[KINDS[kind]["name"]][1]
-    result = play(KINDS[kind], f"whisper_{1.1 * upper:g}", steps=40)
+    result = play(KINDS[kind], f"whisper_{1.1 * upper:g}", steps=30)
     assert (result.byzantine_banned, result.honest_banned, result.honest_removed) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw", "lamb"])
 def test_v4_a_whisper_in_the_gap_is_suspended(kind: str) -> None:
     upper = TOLERANCES[KINDS[kind]["name"]][1]
-    result = play(KINDS[kind], f"whisper_{0.9 * upper:g}", steps=60)
+    result = play(KINDS[kind], f"whisper_{0.9 * upper:g}", steps=40)
     assert (result.byzantine_banned, result.honest_banned, result.honest_removed) == (0, 0, 0)
     assert SUSPENDED in {event.reason for event in result.events if isinstance(event, events.Removed)}
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adamw", "lamb"])
-@pytest.mark.parametrize("wire", WIRE_TYPES)
+@pytest.mark.parametrize(
+    ("kind", "wire"), [("momentum", "int8"), *(("adamw", wire) for wire in WIRE_TYPES), ("lamb", "bfloat16")]
+)
 def test_v4_a_whisper_below_lower_is_let_pass_and_honest_peers_are(kind: str, wire: str) -> None:
     lower = TOLERANCES[KINDS[kind]["name"]][0]
     for attack in ("none", f"whisper_{0.4 * lower:g}"):
-        result = play(KINDS[kind], attack, steps=12, wire=wire)
+        result = play(KINDS[kind], attack, steps=8, wire=wire)
         assert not [event for event in result.events if isinstance(event, events.Banned | events.Removed)]
 
 
@@ -239,7 +241,7 @@ def experiment() -> ModuleType:
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "sgd", "sgd on text"])
 def test_honest_platforms_are_below_lower(experiment: ModuleType, name: str) -> None:
-    found = experiment.measure_spread(name, 12)
+    found = experiment.measure_spread(name, 4, peers=1)
     assert found["verdicts"].keys() == {"innocent"}, found
 
 
@@ -250,3 +252,10 @@ def test_what_the_experiment_calls_a_fault(experiment: ModuleType) -> None:
     rows["backdoor sgd, 0.9 upper"]["members"] = 1
     assert len(experiment.find_faults(rows)) == 1
     assert len(experiment.find_faults({"spread sgd": {"verdicts": {"innocent": 9, "guilty": 1}}})) == 1
+
+
+def test_the_page_names_tests_that_are_here() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "THREAT_MODEL.md").read_text()
+    named = re.findall(r"`training/test_tolerance\.py::(test_\w+)`", page)
+    assert named
+    assert set(named) <= globals().keys()
