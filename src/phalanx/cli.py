@@ -258,7 +258,7 @@ def init(
     bandwidth: Annotated[float, typer.Option(help="Megabits a second that every peer has.")] = 100.0,
     quorum: Annotated[str, typer.Option(help="majority or partition-safe.")] = "majority",
     tolerance: Annotated[
-        str | None, typer.Option(help="LOWER,UPPER: let platforms differ by these relative distances.")
+        str | None, typer.Option(help="LOWER,UPPER: let platforms differ. SGD: 1e-4,1e-2; AdamW, LAMB: 0.03,0.3.")
     ] = None,
     probation: Annotated[int, typer.Option(help="Steps of a returning member without weight.")] = 12,
     newcomer_probation: Annotated[int, typer.Option(help="The same for a newcomer; 0: as the odds ask for.")] = 0,

@@ -16,6 +16,7 @@ from phalanx.core import messages as m
 from phalanx.core.config import AutomaticTau, Config
 from phalanx.core.crypto import compute_commitment, compute_digest
 from phalanx.core.envelope import Letter
+from phalanx.core.gap import SUSPENDED, Gap, find_gaps, find_suspended
 from phalanx.core.membership import (
     Caught,
     Changes,
@@ -428,9 +429,21 @@ def decide(config: Config, transcript: Transcript, agenda: tuple[Case, ...], cas
     _decide_blind(config, transcript, decision)
     _decide_states(transcript, decision)
     _decide_complaints(config, transcript, decision)
+    if config.tolerance is not None:
+        gaps = (*transcript.view.gaps, *find_fresh_gaps(transcript))
+        for key in sorted(find_suspended(gaps, transcript.view.bound)):
+            decision.remove(key, SUSPENDED)
     for key in sorted(find_leaving(transcript)):
         decision.remove(key, LEFT)
     return decision
+
+
+def find_fresh_gaps(transcript: Transcript) -> list[Gap]:
+    """Tolerant: what this attempt's reports say of gradients between the thresholds."""
+    said = {k: x.body.findings for k, x in (transcript.reports or {}).items() if isinstance(x.body, m.Report)}
+    drawn = {(check.checker, check.target) for check in transcript.duties.checks}
+    found = find_gaps(transcript.view.step, said, drawn)
+    return [gap for gap in found if gap.target in transcript.view.roster]
 
 
 def find_leaving(transcript: Transcript) -> set[bytes]:
@@ -792,6 +805,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         unshown=_find_hidden(config, transcript),
         joins=[key for key, count in asked.items() if count > transcript.view.bound],
         acquitted=decision.acquitted,
+        gaps=find_fresh_gaps(transcript) if config.tolerance is not None else (),
     )
 
 

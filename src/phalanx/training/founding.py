@@ -118,6 +118,7 @@ def make_network_manifest(
         wire=wire,
         device=device,
         code=compute_code_digest(task),
+        tolerant=tolerance is not None,
     )
     solo = Solo(gradients, make_optimizer(plan.optimizer, plan.run.steps, gradients.sizes))
     if gradient_time is None:

@@ -112,6 +112,8 @@ class SimulationSection(_Section, frozen=True, kw_only=True):
     start: Count
     every: Positive
     delay: Positive | None = None
+    lower: float | None = None
+    upper: float | None = None
     attackers: list[Count]
     evaluate_every: Positive
     checkpoint_every: Positive
@@ -183,6 +185,9 @@ class Manifest(Plan, frozen=True, kw_only=True):
 
     simulation: SimulationSection
 
+    def _get_network_settings(self) -> dict[str, Any]:
+        return {"tolerance": _make_tolerance(self.simulation)}
+
 
 class NetworkManifest(Plan, frozen=True, kw_only=True):
     """A run between machines."""
@@ -202,10 +207,15 @@ class NetworkManifest(Plan, frozen=True, kw_only=True):
         net = self.network
         same = ("delta", "gradient_time", "transfer_time", "probation", "newcomer_probation", "admissions")
         return {
-            "tolerance": Tolerance(net.lower, net.upper) if net.lower is not None and net.upper is not None else None,
+            "tolerance": _make_tolerance(net),
             "partition_safe": net.quorum == "partition-safe",
             **{name: getattr(net, name) for name in same},
         }
+
+
+def _make_tolerance(section: SimulationSection | NetworkSection) -> Tolerance | None:
+    lower, upper = section.lower, section.upper
+    return Tolerance(lower, upper) if lower is not None and upper is not None else None
 
 
 _P = TypeVar("_P", bound=Plan)

@@ -113,6 +113,7 @@ def simulate(
     wire: str = "float32",
     device: str = "cpu",
     options: Mapping[str, str] | None = None,
+    tolerance: tuple[float, float] | None = None,
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     out: str | Path | None = None,
@@ -124,7 +125,8 @@ def simulate(
     ``task`` is a :class:`Task`, the name of a built-in one, or FILE.py:NAME; ``options`` are the task's. Attackers
     follow ``attack`` from step ``start`` on (if None, the attack's own), in every ``every``-th step. ``optimizer``
     overrides settings of the task's recipe; ``method`` is one of the paper's, of which btard-clipped-sgd scales
-    gradients to length ``clip`` (lambda).
+    gradients to length ``clip`` (lambda). With a ``tolerance``, LOWER and UPPER, gradients are checked as if platforms
+    differed.
 
     With ``out``, a folder that must not hold a run yet, everything is written there, and a run that was stopped goes on
     with :func:`resume`. ``on_event`` hears of everything as it happens; ``stop(step)``, asked after each step, ends the
@@ -162,6 +164,7 @@ def simulate(
         tau=tau,
         wire=wire,
         device=device,
+        tolerant=tolerance is not None,
     )
     attacks = byzantine > 0 and attack != "none"
     if attacks and start >= plan.run.steps:
@@ -174,6 +177,8 @@ def simulate(
             start=start,
             every=every,
             delay=delay,
+            lower=tolerance[0] if tolerance is not None else None,
+            upper=tolerance[1] if tolerance is not None else None,
             attackers=sorted(Random(seed).sample(range(peers), byzantine)) if attacks else [],
             evaluate_every=evaluate_every if evaluate_every is not None else max(1, plan.run.steps // 40),
             checkpoint_every=checkpoint_every if checkpoint_every is not None else max(1, plan.run.steps // 4),

@@ -83,6 +83,12 @@ class Solo(Machine):
         with self._busy:
             return self._gradients.evaluate(parameters)
 
+    def measure_deviation(self, step: int, deviation: Tensor, gradient: Tensor) -> float | None:
+        held, sizes = self.states.get(step), self._gradients.sizes
+        if held is None:
+            return None
+        return self.optimizer.measure_deviation(held, deviation, gradient, step, sizes)
+
     def apply(self, step: int, aggregate: Tensor) -> None:
         before = self.states[step]
         self.undo(step)
@@ -143,3 +149,6 @@ class Solo(Machine):
     def compute_earlier(self, step: int, seed: bytes, delay: int) -> Tensor:
         with self._busy:
             return self._gradients.compute(self._past.get(step - delay, self.start.parameters), seed)
+
+    def find_deviation(self, step: int, direction: Tensor, gradient: Tensor) -> Tensor:
+        return self.optimizer.find_deviation(self.states[step], direction, gradient, step, self._gradients.sizes)
