@@ -25,13 +25,22 @@ WORDS += ["--probation", "5", "--newcomer-probation", "5", "--steps", str(STEPS)
 
 def init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
     monkeypatch.setattr("sys.argv", ["phalanx", "init", *words, "--json"])
-    try:
+    with pytest.raises(SystemExit) as end:
         main()
-    except SystemExit as end:
-        assert not end.code, capsys.readouterr().err
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capsys.readouterr()
+    assert not end.value.code, err
+    found = json.loads(out.splitlines()[-1])
     assert isinstance(found, dict)
     return found
+
+
+def kill_from(swarm: Swarm, step: int) -> bool:
+    """Kill all, once all have come so far. Whether they have."""
+    if min(process.step for process in swarm.processes) < step:
+        return False
+    for process in swarm.processes:
+        process.kill()
+    return True
 
 
 def test_two_members_and_a_new_founder_go_on_and_another_joins(
@@ -40,12 +49,12 @@ def test_two_members_and_a_new_founder_go_on_and_another_joins(
     old = Swarm(tmp_path / "old", 3, Attackers(), [], [], lambda event: None)
     founders = [word for founder in old.founders for word in ("--founder", founder)]
     init(monkeypatch, capsys, str(tmp_path / "old" / "run.toml"), "--task", f"{PACED}:make_task", *founders, *WORDS)
-    old.run(LONG, lambda: min(process.step for process in old.processes) >= STOPPED)  # it ends them with SIGTERM
+    old.run(LONG, lambda: kill_from(old, STOPPED))
 
     folders = [process.folder / "run" for process in old.processes]
     latest = [int(path.name) for path in map(find_latest, folders) if path is not None]
     assert len(latest) == 3
-    at = min(latest)  # all left at once, perhaps not all in one step
+    at = min(latest)  # perhaps not all were in one step
     identities = [process.identity for process in old.processes[:2]] + [Identity.generate()]
     new = Swarm(tmp_path / "new", 3, Attackers(), [], [(3, 1)], lambda event: None, identities=identities)
     founders = [word for founder in new.founders for word in ("--founder", founder)]

@@ -80,12 +80,20 @@ def find_certified(
             known = ", ".join(map(str, sorted(steps)))
             raise LocalError(f"--at {at}: {folder} has no checkpoint of this step; it has {known}")
         return _read_certified(manifest, folder, steps[at])
+    passed: list[str] = []
     for _, path in sorted(steps.items(), reverse=True):
         try:
-            return _read_certified(manifest, folder, path)
+            found = _read_certified(manifest, folder, path)
         except LocalError as error:
-            say(str(error))
-    raise LocalError(f"{folder}: none of its checkpoints is certified by the members; take another peer's folder")
+            passed.append(str(error))
+            continue
+        for text in passed:
+            say(f"passed over: {text}")
+        return found
+    raise LocalError(
+        f"{folder}: none of its checkpoints is certified by the members (the last: {passed[0]}); "
+        "take another peer's folder"
+    )
 
 
 def _read_certified(manifest: NetworkManifest, folder: Path, path: Path) -> Certified:
