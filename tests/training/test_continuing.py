@@ -20,7 +20,7 @@ from phalanx.core.errors import LocalError
 from phalanx.core.membership import decode_view
 from phalanx.events import Banned, read_events
 from phalanx.training.checkpoints import read_checkpoint
-from phalanx.training.continuing import find_state_file
+from phalanx.training.continuing import find_state_file, read_state
 from phalanx.training.founding import find_optimizer, make_network_manifest, prepare
 from phalanx.training.gradients import Gradients
 from phalanx.training.machine import Workshop
@@ -114,7 +114,7 @@ def test_state_task_and_schedule_go_on_from_the_last_certified_checkpoint(
     assert fresh.network.founders == name(identities)
     assert fresh.name != before.name
     assert state == find_state_file(tmp_path / "new.toml")
-    prepared = prepare(fresh, load_task(SMALL, {}), print, start=node.read_state(state, fresh.network.state))
+    prepared = prepare(fresh, load_task(SMALL, {}), print, start=read_state(state, fresh.network.state))
     assert torch.equal(prepared.solo.start.parameters, held.parameters)
     assert all(map(torch.equal, prepared.solo.start.slots, held.slots))
     assert prepared.config.state == compute_state_digest(held)
@@ -138,7 +138,7 @@ def test_a_run_that_went_on_can_be_continued_again(tmp_path: Path) -> None:
     fresh, state = node.run_continue(tmp_path / "run1.toml", tmp_path / "run0")
     (tmp_path / "run1").mkdir()
     node.write_manifest(tmp_path / "run1" / node.MANIFEST, fresh)
-    start = node.read_state(state, fresh.network.state)
+    start = read_state(state, fresh.network.state)
     continue_old_run(tmp_path / "run1", fresh, identities, stop=2, start=start)
     last, _ = node.run_continue(tmp_path / "run2.toml", tmp_path / "run1", name(identities[1:]))
     assert last.origin is not None
@@ -333,7 +333,7 @@ def test_one_that_joins_has_no_state_and_computes_the_same(tmp_path: Path, old: 
     prepared = prepare(manifest, load_task(SMALL, {}), print)
     assert prepared.config.run == manifest.make_config(manifest.founders, 33, bytes.fromhex(fresh.network.state)).run
     assert not prepared.solo.has_state(0, prepared.config.state)
-    founder = prepare(manifest, load_task(SMALL, {}), print, start=node.read_state(state, fresh.network.state)).solo
+    founder = prepare(manifest, load_task(SMALL, {}), print, start=read_state(state, fresh.network.state)).solo
     served = founder.read_state(0)
     assert served is not None
     assert prepared.solo.adopt_state(0, prepared.config.state, served[0 : len(served)])
