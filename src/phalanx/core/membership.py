@@ -444,8 +444,8 @@ def make_genesis(config: Config) -> View:
 
 @lru_cache(maxsize=16)
 def _draw_order(randomness: bytes, roster: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """In one process many peers want the same one."""
-    return tuple(Stream(derive_seed(randomness, "duties")).draw_sample(roster, len(roster)))
+    """By a lot of each, so that whoever goes moves nobody else; in one process many peers want the same order."""
+    return tuple(sorted(roster, key=lambda key: derive_seed(randomness, "duties", key)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -734,12 +734,12 @@ def _draw_trial_checks(
     spared for it."""
     if not tried:
         return ()
-    checkers = Stream(derive_seed(randomness, "trials"))
-    return tuple(
-        Check(checkers.draw_sample(witnesses, 1)[0], key, view.step, view.attempt)
-        for key in tried
-        for _ in range(count)
-    )
+
+    def draw(key: bytes, number: int) -> bytes:
+        lot = derive_seed(randomness, "trials", key, number.to_bytes(8, "little"))
+        return min(witnesses, key=lambda checker: derive_seed(lot, "checker", checker))
+
+    return tuple(Check(draw(key, number), key, view.step, view.attempt) for key in tried for number in range(count))
 
 
 def _advance_candidates(

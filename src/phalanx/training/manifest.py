@@ -138,6 +138,15 @@ class NetworkSection(_Section, frozen=True, kw_only=True):
     conformance: str
 
 
+class OriginSection(_Section, frozen=True, kw_only=True):
+    """What a run goes on from, if it does not begin with initial parameters."""
+
+    run: str
+    """The name of the run before it."""
+    steps: int
+    """Of training before this run, in all runs before it: the schedule goes on from there."""
+
+
 class Plan(_Section, frozen=True, kw_only=True):
     """What every run has."""
 
@@ -193,6 +202,11 @@ class NetworkManifest(Plan, frozen=True, kw_only=True):
     """A run between machines."""
 
     network: NetworkSection
+    origin: OriginSection | None = None
+
+    @property
+    def steps_before(self) -> int:
+        return self.origin.steps if self.origin is not None else 0
 
     @property
     def name(self) -> str:
@@ -226,6 +240,8 @@ def format_manifest(manifest: Plan) -> str:
     lines = ["# A run of Phalanx: with this file and the same software it can be repeated bit for bit."]
     lines.append(f"version = {values.pop('version')}")
     for section, fields in values.items():
+        if fields is None:
+            continue
         lines += ["", f"[{section}]"]
         lines += [f"{name} = {_format(value)}" for name, value in fields.items() if value is not None]
     return "\n".join(lines) + "\n"

@@ -391,6 +391,32 @@ class Restarted(Optimizer):
         return after
 
 
+@dataclass(frozen=True, kw_only=True)
+class Continued(Optimizer):
+    """Another optimizer that has made ``before`` steps in earlier runs: its schedule goes on where it stood.
+
+    What takes a step is passed on here with the steps before it, method by method; a test sees that none is left out.
+    """
+
+    inner: Optimizer
+    before: int
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return self.inner.slot_names
+
+    def init(self, parameters: Tensor) -> State:
+        return self.inner.init(parameters)
+
+    def _move(self, state: State, gradient: Tensor, step: int) -> State:
+        return self.inner._move(state, gradient, self.before + step)
+
+    def measure_deviation(
+        self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> float:
+        return self.inner.measure_deviation(state, deviation, gradient, self.before + step, sizes)
+
+
 # ---- Arithmetic
 
 

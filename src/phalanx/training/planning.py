@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from phalanx.core.config import Config
 from phalanx.core.errors import LocalError
+from phalanx.core.membership import compute_floor
 from phalanx.core.partition import split_parts
 from phalanx.core.randomness import derive_seed
 from phalanx.training.gradients import Gradients
@@ -72,6 +74,19 @@ def make_plan(
         clipping=make_clipping(tau, peers, byzantine, validators, scale, cap),
         optimizer=settings,
     )
+
+
+def find_floor(byzantine: int, validators: int, quorum: str = "majority") -> int:
+    """The members below which a run waits, while nobody is banned (docs/PROTOCOL.md, section 4a)."""
+    config = Config(
+        founders=(),
+        byzantine=byzantine,
+        validators=validators,
+        size=1,
+        steps=1,
+        partition_safe=quorum == "partition-safe",
+    )
+    return compute_floor(config, byzantine)
 
 
 def make_settings(

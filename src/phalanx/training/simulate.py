@@ -46,7 +46,7 @@ from phalanx.training.manifest import (
     read_manifest,
 )
 from phalanx.training.optimizers import make_optimizer
-from phalanx.training.planning import make_plan
+from phalanx.training.planning import find_floor, make_plan
 from phalanx.training.recorder import EVENTS, TRANSCRIPT, Recorder
 from phalanx.training.server import ServerRun
 from phalanx.training.swarm import SwarmRun
@@ -79,6 +79,10 @@ class Result:
     allreduce_bytes_per_peer_step: float
     """The same for a plain butterfly all-reduce."""
     state_digest: str
+    floor: int | None = None
+    """The members below which the run waits, while nobody is banned; None behind a server."""
+    margin: int | None = None
+    """Members beyond those, at the start: so many may be away."""
     interrupted: bool = False
     out: str | None = None
     log_head: str | None = None
@@ -337,6 +341,7 @@ def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = No
     attackers = set(first.attackers)
     work = sum(event.members for event in steps)
     size, n = first.size * first.number_bytes, first.peers
+    floor = find_floor(first.byzantine, first.validators) if first.defense == PHALANX else None
     waits = (story.compute_delay(ban) for ban in sorted(story.caught, key=lambda ban: ban.peer))
     return Result(
         final_metric=story.final_metric,
@@ -350,6 +355,8 @@ def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = No
         bytes_per_peer_step=sum(event.bytes_sent for event in steps) / work if work else None,
         allreduce_bytes_per_peer_step=2 * (n - 1) / n * size,
         state_digest=story.finished.state if story.finished is not None else steps[-1].state,
+        floor=floor,
+        margin=n - floor if floor is not None else None,
         interrupted=story.finished is None,
         out=str(out) if out is not None else None,
         model=model,

@@ -21,9 +21,12 @@ from phalanx.training.shelf import Shelf
 class Solo(Machine):
     """The effects' ``Machine``. All but gradients is computed where it is asked for; those in any one thread."""
 
-    def __init__(self, gradients: Gradients, optimizer: Optimizer, history: int = 0) -> None:
+    def __init__(
+        self, gradients: Gradients, optimizer: Optimizer, history: int = 0, start: State | None = None
+    ) -> None:
+        """``start`` is the state before step 0, if the run goes on from another one's."""
         self._gradients, self.optimizer, self._history = gradients, optimizer, history
-        self.start = optimizer.init(gradients.start)
+        self.start = start if start is not None else optimizer.init(gradients.start)
         gradients.start = self.start.parameters  # the same numbers, held once
         self.start_digest = compute_state_digest(self.start)
         self.states: dict[int, State] = {0: self.start}
