@@ -37,10 +37,9 @@ from typing import Any
 import torch
 
 from phalanx.attacks import load_attack
-from phalanx.attacks.patience import compute_least
 from phalanx.core.crypto import Domain
 from phalanx.core.events import Banned, Removed, SlowPath, StepFinished
-from phalanx.core.membership import View
+from phalanx.core.membership import View, compute_floor
 from phalanx.core.messages import Phase
 from phalanx.network.simulated import Links
 from phalanx.simulation.swarm import Setup, Swarm
@@ -126,7 +125,7 @@ class Watch:
         members = set(view.roster)
         honest = len(members & self.honest)
         self.sizes += [(len(members), honest)] * (view.step + 1 - len(self.sizes))
-        self.margin = min(self.margin, len(members) - compute_least(self.config, view))
+        self.margin = min(self.margin, len(members) - compute_floor(self.config, view.doubts))
         if honest <= min(self.config.byzantine, view.doubts):
             self.thin.append(view.step)
         reachable = [key for key in self.honest if not self.weather.is_out(key)]

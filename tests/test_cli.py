@@ -136,6 +136,33 @@ def test_bad_input_exits_with_2_and_says_nothing_on_stdout(arguments: tuple[str,
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("keygen", "a\0b"),
+        ("init", "a\0b"),
+        ("init", "run.toml", "--founder=a\0b"),
+        ("init", "run.toml", "--task=a\0b.py:task"),
+        ("init", "run.toml", "--option", "data=a\0b"),
+        ("start", "a\0b", "--key", "key"),
+        ("start", "run.toml", "--key", "a\0b"),
+        ("start", "run.toml", "--key", "key", "--out", "a\0b"),
+        ("join", "/ip4/1.2.3.4/tcp/1/p2p/x", "--key", "a\0b"),
+        ("simulate", "--out", "a\0b"),
+        ("simulate", "--out", "a\0b", "--resume"),
+        ("demo", "--out", "a\0b"),
+        ("swarm", "--out", "a\0b"),
+        ("fuzz", "--seeds", "0:1", "--trace", "a\0b"),
+    ],
+)
+def test_a_nul_is_one_line_and_exit_2(words: tuple[str, ...]) -> None:
+    result = call(*words)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert "a NUL, which no path and no option can have; take it out" in result.stderr
+    assert "a\\x00b" in result.stderr
+
+
 def test_demo_shows_that_the_protocol_holds_where_the_mean_fails(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     result = phalanx("demo", "--json", "--out", str(tmp_path / "demo"))
@@ -187,6 +214,7 @@ BAD_INIT = {
     "--bandwidth 0": "bandwidth: expected a positive number, got 0",
     "--bandwidth=-1": "bandwidth: expected a positive number, got -1",
     "--threads 0": "threads: expected a whole number from 1, got 0",
+    "--threads 1000000000": "threads: expected at most 1024, got 1000000000",
     "--threads=-2": "threads: expected a whole number from 1, got -2",
     "--steps 0": "steps: expected a whole number from 1, got 0",
     "--gradient-time 0": "gradient_time: expected a positive number, got 0",
@@ -242,6 +270,8 @@ BAD_START = {
     "--attack sign_flip --start=-1": "start: expected a whole number from 0, got -1",
     "--start 5": "there is no attack",
     "--every 2": "there is no attack",
+    "--peer nonsense": "'nonsense' is not the address of a peer; expected /ip4/",
+    "--threads 1000000000": "threads: expected at most 1024, got 1000000000",
 }
 
 
@@ -263,6 +293,7 @@ BAD_SWARM = {
     "--wire int4": "wire: 'int4' is not one of float32",
     "--every 0": "every: expected a whole number from 1, got 0",
     "--byzantine 4": "lower byzantine to 3",
+    f"--peers {10**30}": "but a roster holds at most",
 }
 
 

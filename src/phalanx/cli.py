@@ -35,11 +35,13 @@ app = typer.Typer(
     rich_markup_mode=None,  # it would take "[default: 16]" for markup, and show nothing
     pretty_exceptions_enable=False,
 )
+_LONGEST_LINE = 4000
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Method = Annotated[str | None, typer.Option(help="The paper's: btard-sgd, btard-clipped-sgd, restarted-btard-sgd.")]
 Clip = Annotated[
     float | None, typer.Option("--clip", "--lambda", help="Scale gradients to this length: btard-clipped-sgd.")
 ]
+LocalOption = Annotated[list[str] | None, typer.Option(help="Where the task's data are on this machine: data=PATH.")]
 Optimizer = Annotated[list[str] | None, typer.Option(help="NAME=VALUE, e.g. name=adamw, rate=0.01; may be repeated.")]
 TaskOption = Annotated[
     list[str] | None, typer.Option(help="NAME=VALUE for the task, e.g. data=FOLDER; may be repeated.")
@@ -49,17 +51,32 @@ TaskOption = Annotated[
 def main() -> None:
     """Run the command line; what the user or the machine got wrong is one line on stderr and exit code 2."""
     try:
+        _require_plain(sys.argv[1:])
         app()
     except LocalError as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        _say_error(f"{error}")
         sys.exit(2)
     except WriteFailed as error:
-        print(f"phalanx: {error}; what was written before is intact", file=sys.stderr)
+        _say_error(f"{error}; what was written before is intact")
         sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
-        print(f"phalanx: {where}{error.strerror or error}", file=sys.stderr)
+        _say_error(f"{where}{error.strerror or error}")
         sys.exit(2)
+
+
+def _require_plain(words: list[str]) -> None:
+    """No path has a NUL in it: whatever opened it would fail, each in its own way."""
+    for word in words:
+        if "\0" in word:
+            raise LocalError(f"{word!r}: a NUL, which no path and no option can have; take it out")
+
+
+def _say_error(text: str) -> None:
+    """One line on stderr. What is in it may come from anybody: a manifest, a file, another peer."""
+    from phalanx.show.story import clean
+
+    print(f"phalanx: {clean(text, _LONGEST_LINE)}", file=sys.stderr)
 
 
 @app.callback(invoke_without_command=True)
@@ -300,6 +317,7 @@ def start(
     peer: Peer = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, at most 256.")] = None,
+    option: LocalOption = None,
     threads: Threads = None,
     shelf: ShelfOption = None,
     attack: Annotated[str | None, typer.Option(help="Cheat like this, for experiments.")] = None,
@@ -337,6 +355,7 @@ def start(
             checkpoint_every=checkpoint_every,
             threads=threads,
             shelf=shelf,
+            options=_parse_pairs(option, "option"),
         )
     _say_outcome(outcome, as_json)
 
@@ -352,6 +371,7 @@ def join(
     trust_task: Annotated[
         str | None, typer.Option(help="The hash of the task's code, if it is not built in and you have read it.")
     ] = None,
+    option: LocalOption = None,
     threads: Threads = None,
     shelf: ShelfOption = None,
     run: Annotated[
@@ -373,6 +393,7 @@ def join(
             run=run,
             threads=threads,
             shelf=shelf,
+            options=_parse_pairs(option, "option"),
             on_event=progress.on_event,
         )
     _say_outcome(outcome, as_json)
@@ -418,6 +439,8 @@ def swarm(
     from phalanx.swarm import Attackers, run_swarm
 
     load_attack(attack)
+    if peers > MAX_MEMBERS:
+        raise LocalError(f"peers: {peers}, but a roster holds at most {MAX_MEMBERS}")
     settings = {
         "validators": validators,
         "steps": steps,

@@ -5,21 +5,34 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.attacks import Attack
 from phalanx.core.crypto import Identity, compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.messages import MAX_MANIFEST
 from phalanx.events import Event
-from phalanx.training.checkpoints import write_safely
-from phalanx.training.founding import count_history, format_commented, make_network_manifest, prepare, require_whole
+from phalanx.network.addresses import parse_address
+from phalanx.show.story import clean
+from phalanx.training.checkpoints import make_folder, write_safely
+from phalanx.training.files import read_file
+from phalanx.training.founding import (
+    MAX_CODE,
+    count_history,
+    format_commented,
+    make_network_manifest,
+    prepare,
+    require_whole,
+)
 from phalanx.training.manifest import (
+    LOCAL_OPTIONS,
+    MAX_THREADS,
     NetworkManifest,
     format_manifest,
     parse_network_manifest,
@@ -28,10 +41,15 @@ from phalanx.training.manifest import (
 from phalanx.training.member import Member, Outcome, Settings
 from phalanx.training.tasks import TASKS, load_task
 
+if TYPE_CHECKING:
+    from phalanx.network.transport import Transport
+
 MANIFEST = "manifest.toml"
 CODE = "task.py"
-_MAX_CODE = 1 << 20
 _ASK_SECONDS = 20.0
+_ASK_PAUSE = 1.0
+_ASK_TIMES = 4
+_LONGEST_LINE = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +69,7 @@ def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[s
         raise LocalError(f"{path.parent}: there is no such folder")
     if not os.access(path.parent, os.W_OK):
         raise LocalError(f"{path.parent}: nothing can be written to this folder; choose another")
+    _require_threads(settings.get("threads"))
     if not founders:
         raise LocalError("founders: expected their peer ids; phalanx keygen prints one for each key that it makes")
     manifest = make_network_manifest(task, founders, **settings)
@@ -78,11 +97,14 @@ def run_start(
     checkpoint_every: int | None = None,
     threads: int | None = None,
     shelf: bool | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Found a run, or go on with it."""
     counts = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "threads": threads}
     for name, value in counts.items():
         require_whole(name, value)
+    _require_threads(threads)
+    _require_local(options)
     manifest = read_network_manifest(path)
     identity = Identity.load(key_file)
     if identity.key not in manifest.founders:
@@ -97,7 +119,7 @@ def run_start(
     settings.colluders = [parse_peer_id(text) for text in colluders]
     settings.evaluate_every, settings.checkpoint_every = evaluate_every, checkpoint_every
     settings.shelf = shelf
-    return _take_part(manifest, key_file, spec, settings, threads)
+    return _take_part(manifest, key_file, spec, settings, threads, options)
 
 
 def run_join(
@@ -110,10 +132,12 @@ def run_join(
     run: str | None = None,
     threads: int | None = None,
     shelf: bool | None = None,
+    options: Mapping[str, str] | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Outcome:
-    """Join a run that somebody at ``address`` is in."""
-    require_whole("threads", threads)
+    """Join a run that somebody at ``address`` is in. ``options`` say where this machine has the task's data."""
+    _require_threads(threads)
+    _require_local(options)
     identity = Identity.load(key_file)
     name = address.rpartition("/p2p/")[2]
     if "/p2p/" not in address:
@@ -128,16 +152,28 @@ def run_join(
     door = Door(listen=door.listen, announce=door.announce, peers=(address, *door.peers))
     settings = _make_settings(folder, door, manifest, spec)
     settings.on_event, settings.shelf = on_event, shelf
-    return _take_part(manifest, key_file, spec, settings, threads)
+    return _take_part(manifest, key_file, spec, settings, threads, options)
+
+
+def _require_threads(count: int | None) -> None:
+    """The library that starts them ends the process if there is no room for so many."""
+    require_whole("threads", count)
+    if count is not None and count > MAX_THREADS:
+        raise LocalError(f"threads: expected at most {MAX_THREADS}, got {count}")
 
 
 # ---- Taking part
 
 
 def _take_part(
-    manifest: NetworkManifest, key_file: Path, spec: str, settings: Settings, threads: int | None
+    manifest: NetworkManifest,
+    key_file: Path,
+    spec: str,
+    settings: Settings,
+    threads: int | None,
+    options: Mapping[str, str] | None,
 ) -> Outcome:
-    task = load_task(spec, dict(manifest.task.options))
+    task = load_task(spec, {**manifest.task.options, **(options or {})})
     prepared = prepare(manifest, task, _say, threads, count_history(settings.attack))
     settings.on_ready, settings.say = _say_where, _say
     settings.evaluates = prepared.evaluates
@@ -146,13 +182,24 @@ def _take_part(
         return member.run()
 
 
+def _require_local(options: Mapping[str, str] | None) -> None:
+    """What is this machine's own business may be said on its command line; all else is the run's."""
+    for name in options or {}:
+        if name not in LOCAL_OPTIONS:
+            raise LocalError(
+                f"option {name!r}: it is in the manifest, the same for all; expected {', '.join(LOCAL_OPTIONS)}"
+            )
+
+
 def _make_settings(folder: Path, door: Door, manifest: NetworkManifest, spec: str) -> Settings:
     """Put the manifest into the peer's folder; refuse a folder of another run."""
-    folder.mkdir(parents=True, exist_ok=True)
+    for address in door.peers:  # before there is a folder
+        parse_address(address)
+    make_folder(folder)
     _require_folder(folder, manifest)
     text = format_manifest(manifest)
     write_safely(folder / MANIFEST, lambda place: place.write_text(text, encoding="utf-8"))
-    code = Path(spec.rpartition(":")[0]).read_bytes() if spec not in TASKS else b""
+    code = read_file(Path(spec.rpartition(":")[0]), MAX_CODE, "code:") if spec not in TASKS else b""
     return Settings(
         out=folder,
         listen=door.listen,
@@ -169,7 +216,8 @@ def _require_folder(folder: Path, manifest: NetworkManifest) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"phalanx: {text}", file=sys.stderr, flush=True)
+    """Print one line. What is in it may come from anybody."""
+    print(f"phalanx: {clean(text, _LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
 def _say_where(addresses: tuple[str, ...]) -> None:
@@ -203,7 +251,7 @@ def _find_code(manifest: NetworkManifest, folder: Path) -> str:
         return section.name
     for place in (Path(file), folder / file):
         if place.is_file():
-            _require_same_code(place.read_bytes(), section.code, str(place))
+            _require_same_code(read_file(place, MAX_CODE, "code:"), section.code, str(place))
             return f"{place}:{name}"
     raise LocalError(f"task {section.name!r}: there is no file {file}; it belongs beside the manifest")
 
@@ -222,17 +270,17 @@ def _fetch(address: str, key_file: Path, folder: Path, trust: str | None) -> tup
     transport.start()
     try:
         _say(f"asking {address} for the manifest")
-        text = transport.ask(address, "manifest", b"", _ASK_SECONDS, MAX_MANIFEST)
+        text = _ask(transport, address, "manifest", MAX_MANIFEST)
         manifest = parse_network_manifest(text.decode("utf-8", "replace"), address)
         section = manifest.task
         if ":" not in section.name:
             return manifest, section.name
-        code = transport.ask(address, "task", b"", _ASK_SECONDS, _MAX_CODE)
+        code = _ask(transport, address, "task", MAX_CODE)
     finally:
         transport.close()
     _require_same_code(code, section.code, address)
     _require_folder(folder, manifest)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_safely(folder / CODE, lambda place: place.write_bytes(code))
     if trust != section.code:
         raise LocalError(
@@ -240,6 +288,18 @@ def _fetch(address: str, key_file: Path, folder: Path, trust: str | None) -> tup
             f"you trust it add --trust-task {section.code}"
         )
     return manifest, f"{folder / CODE}:{section.name.rpartition(':')[2]}"
+
+
+def _ask(transport: Transport, address: str, what: str, most: int) -> bytes:
+    """An answer. Whoever is asked may be beset by others, so that a question gets lost: ask a few times."""
+    from phalanx.network.transport import Unreachable
+
+    for _ in range(_ASK_TIMES - 1):
+        try:
+            return transport.ask(address, what, b"", _ASK_SECONDS, most)
+        except Unreachable:
+            time.sleep(_ASK_PAUSE)
+    return transport.ask(address, what, b"", _ASK_SECONDS, most)
 
 
 def _require_run(manifest: NetworkManifest, run: str | None, address: str) -> None:
@@ -256,6 +316,8 @@ def _describe(manifest: NetworkManifest, spec: str) -> None:
         f"task {manifest.task.name} ({manifest.task.digest[:16]}), {run.steps} steps, batch {manifest.task.batch}, "
         f"{manifest.optimizer.get('name')}, on {run.device} with {run.threads} threads"
     )
+    if manifest.task.options:
+        _say("with " + ", ".join(f"{name} = {value}" for name, value in manifest.task.options.items()))
     tolerance = f"within {net.lower:g} to {net.upper:g}" if net.lower is not None else "bit for bit"
     _say(
         f"founded by {run.peers} peers, at most {run.byzantine} of them Byzantine; {run.validators} validators a step, "

@@ -33,7 +33,7 @@ from phalanx.node import write_manifest
 from phalanx.show.story import describe_halt, format_peers, tell
 from phalanx.training.allocation import trim_heaps
 from phalanx.training.founding import make_network_manifest, require_whole
-from phalanx.training.manifest import read_network_manifest
+from phalanx.training.manifest import LOCAL_OPTIONS, read_network_manifest
 from phalanx.training.recorder import EVENTS
 from phalanx.training.simulate import Result, summarize
 
@@ -203,9 +203,11 @@ class Swarm:
         extra: Mapping[int, Sequence[str]] | None = None,
         ground: Ground = Ground(),  # noqa: B008 (it is frozen)
         identities: Sequence[Identity] = (),
+        options: Mapping[str, str] | None = None,
     ) -> None:
         self._identities = identities  # of the first peers, if they were made before
         self._ground = ground
+        self._options = [f"--option={name}={value}" for name, value in (options or {}).items()]  # where data are
         self.folder, self._peers, self._attackers = out, peers, attackers
         self._kills, self._joins, self._on_event = list(kills), list(joins), on_event
         self._extra = dict(extra or {})  # words for a peer's first start
@@ -272,6 +274,7 @@ class Swarm:
         others = [other for other in self.processes if other is not process]
         known = next((other for other in others if not other.killed), others[0])
         common = ["--key", str(process.key_file), "--out", str(process.folder / "run"), "--listen", mine]
+        common += self._options
         process.killed = False
         if process.place >= self._peers:
             code = read_network_manifest(self._manifest).task.code
@@ -577,7 +580,11 @@ def run_swarm(
     manifest = make_network_manifest(task, [identity.peer_id for identity in identities], **chosen)
     _check_moments(kills, joins, manifest.run.steps)
     attackers = replace(attackers, places=places)
-    swarm = Swarm(out, peers, attackers, kills, joins, on_event, extra, identities=identities)  # makes its folders
+    given = settings.get("options") or {}
+    local = {name: str(Path(given[name]).absolute()) for name in LOCAL_OPTIONS if name in given}
+    swarm = Swarm(  # makes its folders
+        out, peers, attackers, kills, joins, on_event, extra, identities=identities, options=local
+    )
     write_manifest(out / "run.toml", manifest)
     trim_heaps()  # this process holds no model from now on
     net = manifest.network

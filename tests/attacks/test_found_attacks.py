@@ -210,7 +210,7 @@ class Chatter(Attack):
         place = (insider.config.run, view.height + 2, view.step, view.attempt, Phase.COMMIT, bytes(32))
         item = m.Relay((seal(insider.signer, *place, m.Timeout((), 1, None)),), ())
         for number in range(self.rounds * self.repeats):
-            yield Broadcast(insider.others, m.Gossip(view.height + 2, number // self.repeats, (item,)))
+            yield Broadcast(insider.others, m.Gossip(view.height + 2, number // self.repeats, (item,), ()))
 
 
 def test_unasked_gossip_is_kept_within_bounds() -> None:
@@ -363,7 +363,7 @@ class Flood(Accomplice):
 
     def gather(self, insider: Insider, letters: list[Signed], junk: Signed) -> m.Gossip:
         items = tuple(m.Relay((junk if x.sender == insider.key else x,), ()) for x in letters)
-        return m.Gossip(junk.height, 0, items)
+        return m.Gossip(junk.height, 0, items, ())
 
     def say(self, insider: Insider, message: Signed, state: bytes) -> Signed:
         body = open_body(message)

@@ -68,7 +68,9 @@ def change(view: View, **fields: Any) -> View:
     return msgspec.structs.replace(view, **fields)
 
 
-def go(config: Config, view: View, changes: Changes | None = None, randomness: bytes | None = None, **fields: Any) -> View:
+def go(
+    config: Config, view: View, changes: Changes | None = None, randomness: bytes | None = None, **fields: Any
+) -> View:
     """The view of the next step, in which nothing more happened than is said."""
     usual: dict[str, Any] = {
         "height": view.height + 6,
@@ -242,7 +244,9 @@ def test_duties_are_foreseen() -> None:
     view = make_genesis(config)
     for number in range(12):
         if number % 4 == 2:
-            view = retry(config, note_commits(view, compute_duties(config, view).contributors, ()), remove(view.roster[0]))
+            view = retry(
+                config, note_commits(view, compute_duties(config, view).contributors, ()), remove(view.roster[0])
+            )
         view = note_commits(view, compute_duties(config, view).contributors, ())
         randomness = compute_digest("drawn", view.randomness)
         attempts = sum(record.step == view.step for record in view.attempts)
@@ -940,7 +944,9 @@ def test_no_sequence_of_moves_brings_the_roster_below_the_floor(
         absent = list_suspended(view)
         inside = [key for key in view.roster if key in attackers]
         rest = [key for key in view.roster if key not in attackers]
-        move = random.choice(("silence", "silence", "pair", "strike", "leave", "ban", "back", "back", "wait", "stranger"))
+        move = random.choice(
+            ("silence", "silence", "pair", "strike", "leave", "ban", "back", "back", "wait", "stranger")
+        )
         if random.random() < 0.7:
             view = note_commits(view, view.roster, ())
         changes, joins, candidates = Changes(), list[bytes](), list[bytes]()
@@ -1083,7 +1089,9 @@ def test_a_stranger_that_raises_the_doubts_is_admitted_only_if_the_floor_holds_t
     waiting = admit(config, view, make_key(50))
     assert (waiting.roster, waiting.doubts) == (view.roster, 0)
     assert [candidate.key for candidate in waiting.candidates] == [make_key(50)]
-    assert admit(config, view, make_key(50), make_key(51)).roster == view.roster, "nor do two that would doubt each other"
+    assert admit(config, view, make_key(50), make_key(51)).roster == view.roster, (
+        "nor do two that would doubt each other"
+    )
     larger = come_back(config, view, config.founders[2])
     larger = admit(config, larger, make_key(50))
     assert (len(larger.roster), larger.doubts) == (4, 1)

@@ -481,9 +481,7 @@ INFINITY, NAN = math.inf, math.nan
 ONE, TWO, THREE = digest_of(1), digest_of(2), digest_of(3)
 
 
-def outcome(
-    round_: Any = 0, final: Any = True, settlement: Any = ONE, ends: Any = True, view: Any = ONE
-) -> list[Any]:
+def outcome(round_: Any = 0, final: Any = True, settlement: Any = ONE, ends: Any = True, view: Any = ONE) -> list[Any]:
     return ["outcome", round_, final, settlement, ends, view]
 
 
@@ -599,7 +597,9 @@ REFUSED_MESSAGES: dict[str, list[Any]] = {
     "settlement: out not increasing": settlement(out=[TWO, ONE]),
     "settlement: out repeated": settlement(out=[TWO, TWO]),
     "settlement: stands 0": settlement(stands=0),
-    "settlement: more slots than two heights have": settlement([[1, bytes([x, y, *bytes(30)]), None, False] for x in range(3) for y in range(171)]),
+    "settlement: more slots than two heights have": settlement(
+        [[1, bytes([x, y, *bytes(30)]), None, False] for x in range(3) for y in range(171)]
+    ),
     "gossip: without what its sender holds": ["gossip", 0, 0, []],
     "gossip: three digests of one member": ["gossip", HEIGHT, 0, [], [ONE + TWO + ONE]],
     "gossip: held by more than two rosters": ["gossip", HEIGHT, 0, [], [b""] * (2 * m.MAX_MEMBERS + 1)],
@@ -1045,7 +1045,7 @@ def test_all_the_items_of_a_round_with_all_endorsements_do_not_fit_a_frame() -> 
     """Why gossip is cut by its bytes, not by its items alone."""
     item = m.Relay((longest(LARGEST[m.Timeout]),), (longest(LARGEST[m.Endorsement]),) * m.MAX_MEMBERS)
     with pytest.raises(ValueError, match="frame"):
-        encode_frame(m.Gossip(HEIGHT, 0, (item,) * m.MAX_MEMBERS))
+        encode_frame(m.Gossip(HEIGHT, 0, (item,) * m.MAX_MEMBERS, ()))
 
 
 def test_as_many_of_the_largest_links_as_a_chain_holds_do_not_fit_a_frame() -> None:
@@ -1070,7 +1070,7 @@ def test_proofs_and_accusations_of_the_longest_bodies_fit_a_frame() -> None:
 def test_a_frame_full_of_small_messages_takes_memory_in_proportion() -> None:
     small = change(COMMIT, body=b"")
     count = m.MAX_FRAME // (1000 * len(encode(small)))
-    data = encode(m.Gossip(0, 0, (m.Relay((small,), (small,) * (count - 2)),) * 1000))
+    data = encode(m.Gossip(0, 0, (m.Relay((small,), (small,) * (count - 2)),) * 1000, ()))
     assert m.MAX_FRAME // 2 < len(data) <= m.MAX_FRAME
     tracemalloc.start()
     try:

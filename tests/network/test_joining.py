@@ -22,7 +22,7 @@ from phalanx.cli import main
 from phalanx.core.crypto import Identity
 from phalanx.events import read_events
 from phalanx.node import run_init
-from phalanx.swarm import Attackers, Swarm
+from phalanx.swarm import Attackers, Swarm, run_swarm
 from phalanx.training.checkpoints import find_latest
 from phalanx.training.recorder import EVENTS
 
@@ -270,6 +270,29 @@ def test_a_stranger_that_cheats_on_probation_is_banned_and_nobody_else_notices(t
             cheat.kill()
             cheat.wait()
     assert [process.popen.poll() for process in swarm.processes if process.popen is not None] == [130] * 4
+
+
+@pytest.mark.long
+def test_a_swarm_tells_each_peer_where_the_data_are_and_the_manifest_does_not(tmp_path: Path) -> None:
+    data = tmp_path / "text.txt"
+    data.write_bytes(bytes(range(256)) * 200)
+    options = {"data": str(data), "context": "16", "width": "8", "layers": "1", "heads": "1"}
+    found = run_swarm(
+        task="text",
+        peers=3,
+        byzantine=0,
+        attackers=Attackers(),
+        seed=0,
+        out=tmp_path / "swarm",
+        settings={"steps": 4, "delta": 3.0, "options": options},
+        kills=[],
+        joins=[],
+        on_event=lambda event: None,
+        should_stop=lambda: False,
+    )
+    assert found.finished
+    assert found.digests_equal
+    assert str(tmp_path) not in (tmp_path / "swarm" / "run.toml").read_text()
 
 
 # ---- What needs no swarm

@@ -512,6 +512,26 @@ def test_no_record_passes_in_the_place_of_another(path: Path, sample: Any) -> No
         assert read_back(path, b"".join(order)) is None
 
 
+def test_a_journal_holds_what_was_signed_and_what_it_is_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_module, "JOURNAL_HEIGHTS", 3)
+    monkeypatch.setattr(journal_module, "JOURNAL_HEIGHTS", 3)
+    other = make_messages(7, Seal(name(9)))[0]
+    with opened(path) as journal:
+        messages = [sign(journal, height) for height in range(4, 8)]
+        assert all(map(journal.holds, messages)), "the first was cut, and nothing is signed there any more"
+        assert not journal.holds(other)
+    with opened(path.with_name("older.bin")) as journal:
+        assert not any(map(journal.holds, messages))
+
+
+def test_the_journal_of_another_key_is_refused_when_it_is_opened(path: Path) -> None:
+    with opened(path) as journal:
+        sign(journal, 7)
+    with pytest.raises(LocalError, match="the journal of another key; choose another folder"):
+        Journal(path, RUN, BOB.key)
+    Journal(path, RUN, ALICE.key).close()
+
+
 @pytest.mark.parametrize("content", [b"", b"\n", b"not a journal at all, but something dear to its owner\n" * 9])
 def test_a_file_that_is_no_journal_is_refused_and_left_alone(path: Path, content: bytes) -> None:
     """An empty one above all: that is what a power cut makes of files, and it would be a clean slate."""

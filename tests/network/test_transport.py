@@ -550,21 +550,24 @@ def test_a_frame_that_stalls_is_given_up(tmp_path: Path) -> None:
         assert not alice.inbox
 
 
-def test_strangers_share_a_few_streams(tmp_path: Path) -> None:
+def test_strangers_share_a_few_streams_and_the_newest_has_a_place(tmp_path: Path) -> None:
     async def hold(daemon: Daemon) -> None:
         with await daemon.open_stream(alice.key, SMALL) as stream:
             await asyncio.get_running_loop().sock_sendall(stream, encode_frame(PullChain(1)))
             while not alice.inbox:
                 await asyncio.sleep(0.01)
-            await asyncio.to_thread(talk_as, tmp_path / "second.key", alice, be_refused)
-
-    async def be_refused(daemon: Daemon) -> None:
-        with await daemon.open_stream(alice.key, SMALL) as stream:
+            await asyncio.to_thread(talk_as, tmp_path / "second.key", alice, be_heard)
             await is_closed(stream)
+
+    async def be_heard(daemon: Daemon) -> None:
+        with await daemon.open_stream(alice.key, SMALL) as stream:
+            await asyncio.get_running_loop().sock_sendall(stream, encode_frame(PullChain(2)))
+            while len(alice.inbox) < 2:
+                await asyncio.sleep(0.01)
 
     with make_peers(tmp_path, "a", limits=Limits(strangers=1)) as (alice,):
         talk_as(tmp_path / "first.key", alice, hold)
-        assert len(alice.inbox) == 1
+        assert [message for _, message in alice.inbox] == [PullChain(1), PullChain(2)]
 
 
 def test_strangers_that_do_not_read_share_one_room_and_leave_it_to_others(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class ManyGossips(Attack):
         said = next(reversed(insider.heard.values()))
         items = (m.Relay((said,), ()),) * self.items
         for _ in range(self.count):
-            insider.send_later(0.0, insider.honest[:1], m.Gossip(insider.view.height + 1, 0, items))
+            insider.send_later(0.0, insider.honest[:1], m.Gossip(insider.view.height + 1, 0, items, ()))
         insider.notes["flooded"] = True
         return ()
 

@@ -104,7 +104,7 @@ class LateCertificate(AlarmAndVote):
                 said, m.Endorsement(1, compute_digest("item", *map(compute_message_digest, letters)))
             )
             for delay in (0.05, 0.3):
-                gossip = m.Gossip(said.height, 1, (m.Relay(tuple(letters), (mine,)),))
+                gossip = m.Gossip(said.height, 1, (m.Relay(tuple(letters), (mine,)),), ())
                 insider.send_later(delay, insider.others, gossip)
         return super().on_delivery(insider, delivery)
 

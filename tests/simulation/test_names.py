@@ -51,7 +51,7 @@ class AbortForOne(Hushed):
         insider.send_later(0.0, (one,), insider.seal(sign))
         insider.send_later(0.3, rest, m.Alarm(below, 0, (*commits, astray)))
         for delay in (0.6, 1.1):
-            insider.send_later(delay, rest, m.Gossip(below, 0, (m.Relay((astray,), ()),)))
+            insider.send_later(delay, rest, m.Gossip(below, 0, (m.Relay((astray,), ()),), ()))
         return insider.seal(sign)
 
 
@@ -261,7 +261,7 @@ class AlarmAfterSilence(Hushed):
             heard = (insider.heard[below, key] for key in notes["roster"])
             insider.send_later(self.delay, to, m.Alarm(below, 0, (*heard, astray)))
             for more in (0.3, 0.8):
-                insider.send_later(self.delay + more, to, m.Gossip(below, 0, (m.Relay((astray,), ()),)))
+                insider.send_later(self.delay + more, to, m.Gossip(below, 0, (m.Relay((astray,), ()),), ()))
         return delivery
 
 
@@ -293,7 +293,7 @@ class AlarmAtSeal(LateSeal):
             self.raise_alarm(insider, self.delay, to)
             other = insider.seal(notes["seal"], m.Seal(OTHER))
             for more in (0.3, 0.8) if self.second else ():
-                gossip = m.Gossip(other.height, 0, (m.Relay((other,), ()),))
+                gossip = m.Gossip(other.height, 0, (m.Relay((other,), ()),), ())
                 insider.send_later(self.delay + more, to, gossip)
         return super().on_delivery(insider, delivery)
 
@@ -385,7 +385,7 @@ class TwoAstray(Attack):
         slow = isinstance(said, m.Alarm) and "report" in notes and said.height == notes["reveal"].height
         if slow and "shown" not in notes:
             notes["shown"] = insider.now
-            gossip = m.Gossip(said.height, 0, (m.Relay((notes["reveal"],), ()),))
+            gossip = m.Gossip(said.height, 0, (m.Relay((notes["reveal"],), ()),), ())
             insider.send_later(0.1, insider.others, gossip)
             for root in (OTHER, bytes([8]) * 32):
                 insider.send_later(self.delay, victims, insider.seal(notes["report"], previous=root))

@@ -32,7 +32,7 @@ OTHER = bytes([7]) * 32
 
 def speak_late(insider: Insider, message: Signed, delays: Iterable[float]) -> None:
     """Put a message into the slow path that opens for want of it."""
-    gossip = m.Gossip(message.height, 0, (m.Relay((message,), ()),))
+    gossip = m.Gossip(message.height, 0, (m.Relay((message,), ()),), ())
     for delay in delays:
         insider.send_later(delay, insider.others, gossip)
 
@@ -247,7 +247,7 @@ class AstrayCommit(Hushed):
             mine = insider.seal(notes["seal"], m.Timeout((insider.key,), 0, None))
             insider.send_later(4 * self.delay, some, notes["commit"])
             insider.send_later(4.1 * self.delay, rest, m.Alarm(said.height, 0, (said, mine)))
-            gossip = m.Gossip(said.height, 0, (m.Relay((notes["commit"],), ()),))
+            gossip = m.Gossip(said.height, 0, (m.Relay((notes["commit"],), ()),), ())
             for delay in (0.3, 0.8):
                 insider.send_later(4 * self.delay + delay, rest, gossip)
         return delivery
@@ -358,4 +358,8 @@ def test_what_is_voted_on_outlasts_a_crash_of_all_who_hold_it() -> None:
 def has_signed_vote(swarm: Swarm, key: bytes) -> bool:
     """Whether it has voted on what it was shown: it and one more hold that."""
     peer = get_peer(swarm, key)
-    return peer.view.step == 2 and key in peer.page(peer.level + 1).letters and Phase.VOTE in peer.transcript.heights.values()
+    return (
+        peer.view.step == 2
+        and key in peer.page(peer.level + 1).letters
+        and Phase.VOTE in peer.transcript.heights.values()
+    )

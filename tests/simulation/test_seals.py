@@ -70,7 +70,7 @@ class DenySeal(Hushed):
         insider.send_later(0.0, few, commit)
         insider.send_later(self.delay, rest, m.Alarm(height, 0, (*seals, commit)))
         for more in (0.3, 0.8):
-            insider.send_later(self.delay + more, rest, m.Gossip(height, 0, (m.Relay((commit,), ()),)))
+            insider.send_later(self.delay + more, rest, m.Gossip(height, 0, (m.Relay((commit,), ()),), ()))
         return commit
 
 
@@ -281,7 +281,7 @@ class AlarmBelow(Hushed):
             heard = (insider.heard[below, key] for key in notes["roster"])
             insider.send_later(self.delay, to, m.Alarm(below, 0, (*heard, astray)))
             for more in (0.3, 0.8):
-                insider.send_later(self.delay + more, to, m.Gossip(below, 0, (m.Relay((astray,), ()),)))
+                insider.send_later(self.delay + more, to, m.Gossip(below, 0, (m.Relay((astray,), ()),), ()))
         return sign
 
     def on_delivery(self, insider: Insider, delivery: Delivery) -> Delivery | None:

@@ -16,7 +16,7 @@ from test_experiments import load
 from phalanx.attacks import Attack, load_attack
 from phalanx.core.crypto import Domain
 from phalanx.core.events import StepFinished
-from phalanx.core.membership import View
+from phalanx.core.membership import compute_duties, make_genesis
 from phalanx.core.messages import Phase
 from phalanx.network.simulated import Links
 from phalanx.simulation.checkers import Checkers
@@ -24,12 +24,6 @@ from phalanx.simulation.swarm import Setup, Swarm
 from phalanx.simulation.weather import Kind, LateMessages, Moment, Stalls, Weather, When
 
 DELTA = 1.0
-
-needs_floor = pytest.mark.xfail(
-    "suspended" not in View.__struct_fields__, reason="this core has no floor: honest hiccups end the run"
-)
-"""Tests of the floor and of quick returns. On a core without them they have to fail, which shows that the harness sees
-the break; once ``View.suspended`` is there they have to pass, and this mark can go."""
 
 
 def make_swarm(
@@ -190,7 +184,8 @@ def test_work_waits_while_the_process_stands_still() -> None:
     """A gradient that a pause interrupts is finished as much later."""
     swarm = make_swarm(steps=4)
     weather = Weather(swarm, Stalls(rate=0.0, lengths=(5, 5), kinds=(Kind.PAUSE,)))
-    key, front = swarm.keys[0], weather.stalls[0]
+    contributors = compute_duties(swarm.config, make_genesis(swarm.config)).contributors
+    key, front = contributors[0], weather.stalls[0]
     finished: list[float] = []
 
     class Steps(Signatures):
@@ -260,7 +255,6 @@ TAKEOVERS = {
 }
 
 
-@needs_floor
 @pytest.mark.parametrize("name", TAKEOVERS)
 def test_patient_attackers_take_nothing_over(experiment: ModuleType, name: str) -> None:
     fields = ("n", "b", "attack", "when", "length", "crowd", "kind", "safe", "steps")
@@ -268,7 +262,6 @@ def test_patient_attackers_take_nothing_over(experiment: ModuleType, name: str) 
     assert not get_wrong(experiment, [cell])
 
 
-@needs_floor
 def test_honest_hiccups_leave_everybody_in_the_run(experiment: ModuleType) -> None:
     sky = experiment.Sky(weather="boundary", length=10.0, compute=0.5, kind="cut", seed=1, steps=200)
     (row,) = experiment.judge_skies([experiment.run_sky(sky, 120.0)])

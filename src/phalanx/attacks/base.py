@@ -428,7 +428,7 @@ def _sort_out(insider: Insider, to: tuple[bytes, ...], message: Message) -> Iter
             yield to, m.Certificate(left)
     elif isinstance(message, m.Gossip):
         items = tuple(item for item in message.items if not withheld.intersection(item.messages))
-        yield to, m.Gossip(message.height, message.round, items)
+        yield to, m.Gossip(message.height, message.round, items, ())
     elif not isinstance(message, Signed) or message not in withheld:
         yield to, message
 

@@ -265,7 +265,7 @@ class Flood(Attack):
                 m.PullState(step + random.randrange(3), 1 << 40),
                 m.PullProof(digest),
                 m.PullChain(random.randrange(height + 9)),
-                m.Gossip(height + random.randrange(9), random.randrange(3), ()),
+                m.Gossip(height + random.randrange(9), random.randrange(3), (), ()),
                 m.Alarm(height + random.randrange(9), random.randrange(3), ()),
                 m.Certificate(tuple(insider.heard.values())[:5]),
                 m.Chain((m.Link(random.randbytes(50), ()),)),
@@ -312,7 +312,7 @@ class LateSecondValue(SlowPathAttack):
             for key in insider.friends
         )
         rounds = min(len(endorsements) + 1, insider.view.bound + 1)
-        gossip = m.Gossip(event.height, 0, (m.Relay((second,), endorsements),))
+        gossip = m.Gossip(event.height, 0, (m.Relay((second,), endorsements),), ())
         when = (2 * rounds - 0.6 + self.after) * insider.config.delta
         insider.send_later(when, honest[:1], gossip)
 
@@ -337,7 +337,7 @@ class GarbageGossip(SlowPathAttack):
                 m.Relay((forge(insider.signer, changed),), (mine, mine)),
             )
             delay = random.random() * 2 * (insider.view.bound + 1) * insider.config.delta
-            insider.send_later(delay, insider.others, m.Gossip(event.height, 0, items))
+            insider.send_later(delay, insider.others, m.Gossip(event.height, 0, items, ()))
 
 
 @dataclass(kw_only=True, eq=False)

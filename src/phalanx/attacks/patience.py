@@ -18,11 +18,10 @@ from phalanx.attacks.base import Attack, Insider, Mail, change_body
 from phalanx.attacks.broadcast import PrematureTimeouts, is_own
 from phalanx.attacks.justice import IdleValidator, LyingValidator, ShieldingVotes
 from phalanx.core import messages as m
-from phalanx.core.config import Config
 from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import ComputeAggregate, ComputeReport, Delivery, Sign
 from phalanx.core.envelope import open_body
-from phalanx.core.membership import View, draw_targets, find_last
+from phalanx.core.membership import compute_floor, draw_targets, find_last
 from phalanx.core.messages import Message, Phase, Signed
 from phalanx.core.verification import Projections
 
@@ -46,13 +45,6 @@ class Moment(Enum):
     """An honest founder is not in the roster."""
 
 
-def compute_least(config: Config, view: View) -> int:
-    """The members below which nothing but a ban may bring a roster (docs/PROTOCOL.md: the floor)."""
-    most = min(config.byzantine, view.doubts)
-    least = 2 * most + 1 + config.validators
-    return max(least, 3 * most + 1) if config.partition_safe else least
-
-
 def is_ripe(insider: Insider, moment: Moment) -> bool:
     """Whether the plot's moment has come, as far as this attacker knows; found once for each view."""
     if moment is Moment.ALWAYS:
@@ -69,7 +61,7 @@ def _find_ripe(insider: Insider, moment: Moment) -> bool:
     view, notes = insider.view, insider.plot.notes
     if insider.key not in view.roster:
         return False
-    margin = len(view.roster) - compute_least(insider.config, view)
+    margin = len(view.roster) - compute_floor(insider.config, view.doubts)
     out = set(insider.config.founders) - {*view.roster, *view.banned} - insider.plot.keys
     if moment is Moment.OUTNUMBERED:
         notes["begun"] = len(insider.honest) <= view.bound

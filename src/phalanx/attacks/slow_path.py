@@ -35,7 +35,7 @@ class MixedItem(SlowPathAttack):
         item = compute_digest("item", compute_message_digest(vote), compute_message_digest(other))
         mine = seal(signer, run, *place, m.Endorsement(0, item))
         insider.notes["mixed"] = True
-        insider.send_later(0.0, insider.honest, m.Gossip(event.height, 0, (m.Relay((vote, other), (mine,)),)))
+        insider.send_later(0.0, insider.honest, m.Gossip(event.height, 0, (m.Relay((vote, other), (mine,)),), ()))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,7 +58,7 @@ class LongEndorsements(Attack):
         short = Signed(Domain.AGREED, *place, b"", bytes(SIGNATURE_SIZE))
         for number in range(self.rounds * self.each):
             relay = m.Relay((short,), (long,) * self.count)
-            yield Broadcast(insider.honest[:1], m.Gossip(insider.view.height, 5 + number % self.rounds, (relay,)))
+            yield Broadcast(insider.honest[:1], m.Gossip(insider.view.height, 5 + number % self.rounds, (relay,), ()))
 
 
 @dataclass(kw_only=True, eq=False)

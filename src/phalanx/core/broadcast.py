@@ -34,6 +34,7 @@ from phalanx.core.slowpath import (
     SEALING,
     Resolution,
     Seen,
+    complete_alarm,
     compute_item_digest,
     compute_settlement_digest,
     get_successor,
@@ -143,8 +144,7 @@ def _note_difference(peer: Peer, height: int, wrong: Letter) -> bool:
     """Raise an alarm with a message from everybody, and one that names another root; whether others will heed it."""
     epoch = peer.find_epoch(height)
     assert epoch is not None
-    letters = [epoch.phases[epoch.heights[height]][key].message for key in epoch.view.roster]
-    alarm = m.Alarm(height, 0, (*letters, wrong.message))
+    alarm = complete_alarm(epoch, m.Alarm(height, 0, (wrong.message,)))
     valid = is_valid_alarm(peer.run, peer.examiner, epoch, alarm)
     if valid:
         peer.alarms[height] = alarm
@@ -342,7 +342,10 @@ class _Exchange:
             return tuple(others)
         roster = self.epoch.view.roster
         place = roster.index(first.message.sender) + len(roster) * (first.message.height - self.height)
-        return tuple(k for k in others if k not in self.offers or not _is_listed(first, self.offers[k][place]))
+        holding = {key for key, held in self.offers.items() if _is_listed(first, held[place])}
+        if len(holding) > self.epoch.view.bound:  # one of them is honest, and shows it to all that lack it
+            return ()
+        return tuple(key for key in others if key not in holding)
 
     def note_offers(self) -> None:
         """Whoever has named a root holds what it follows from: what each says it holds is what it stands on."""
@@ -485,12 +488,16 @@ def _others(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
 
 
 def _spread_alarm(peer: Peer, epoch: Transcript, alarm: m.Alarm) -> Story:
-    """Show why a slow path is open to those who may not know: also to suspended members, which may be needed."""
+    """Show why a slow path is open to those who may not know: also to suspended members, which may be needed.
+
+    Where a letter names another root, that letter is enough for all that have completed the height.
+    """
     view, said = epoch.view, peer.timeouts.get((alarm.height, alarm.round), {})
     absent = (*(x.key for x in view.suspended), *(x.key for x in view.candidates))
     hearers = tuple(key for key in (*view.roster, *absent) if key not in said and key != peer.key)
-    if alarm.evidence and hearers:
-        yield Broadcast(hearers, alarm)
+    told = tuple(x for x in alarm.evidence if x.domain is not Domain.AGREED or x.height != alarm.height)
+    if told and hearers:
+        yield Broadcast(hearers, m.Alarm(alarm.height, alarm.round, told))
 
 
 def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
@@ -499,6 +506,11 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     view, length = exchange.epoch.view, 2 * peer.config.delta
     if round_ > 0:
         yield from _say_failed(peer, exchange.epoch, height, round_, exchange.prepared, others)
+    begin = peer.now + peer.config.delta / 4  # what is under way to all need not be passed on by all
+    while peer.now < begin and _find_final(peer, exchange.epoch, height) is None:
+        yield from peer.receive(begin)
+        _look_below(peer, height)
+        _look_ahead(peer, exchange.epoch, height, round_)
     own: list[m.Relay] = []
     exchange.note_support(peer.key, peer.page(height).letters)
     for letter in _held(peer, view.roster, height):
@@ -527,7 +539,8 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
                     if letters and exchange.offer(letters):
                         passed = yield from _endorse(exchange, letters, relay.endorsements)
                         audience = exchange.find_audience(letters, others)
-                        yield Broadcast(audience, m.Gossip(height, round_, (passed,)))
+                        if audience:
+                            yield Broadcast(audience, m.Gossip(height, round_, (passed,), ()))
         if unshown and (peer.now >= due or len(exchange.offers) >= len(others)):
             for member in unshown:
                 yield from _show(exchange, member)
@@ -548,7 +561,7 @@ def _show(exchange: _Exchange, member: bytes) -> Story:
     for letter in exchange.find_lacking(member):
         relays.append((yield from _endorse(exchange, [letter], ())))
     for items in _split(relays) if relays else ():
-        yield Send(member, m.Gossip(exchange.height, exchange.round, items))
+        yield Send(member, m.Gossip(exchange.height, exchange.round, items, ()))
 
 
 def _split(items: Sequence[m.Relay]) -> list[tuple[m.Relay, ...]]:

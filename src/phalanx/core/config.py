@@ -16,6 +16,21 @@ KEPT_STEPS = 3
 """Parameters, gradients and messages of so many steps are kept: what may still be checked."""
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "steps": (0, 10**9),
+    "delta": (1e-3, 1e6),
+    "gradient_time": (0, 1e7),
+    "transfer_time": (0, 1e7),
+    "probation": (1, 10**6),
+    "newcomer_probation": (0, 10**6),
+    "probation_checks": (0, 10**3),
+    "strikes": (1, 10**6),
+    "complaints": (1, 10**6),
+    "complaint_window": (1, 10**6),
+}
+"""Numbers beyond these are slips, or somebody's bait; seconds are real time, a million of them eleven days."""
+
+
 class AutomaticTau(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """``tau`` as a multiple of the agreed scale of norms over the last ``memory`` steps (section 6)."""
 
@@ -121,6 +136,9 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
         for name in ("gradient_time", "transfer_time"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"{name}: expected a number from 0, got {value}")
+        for name, (low, high) in _RANGES.items():  # a manifest may come from anybody
+            value = getattr(self, name)
+            _require(low <= value <= high, f"{name}: expected a number from {low:g} to {high:g}, got {value}")
         _require(
             self.probation * self.probation_checks >= 5,
             "probation: probation steps times checks per step must be at least 5",
@@ -138,6 +156,7 @@ class Config(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, k
             _require(math.isfinite(self.tau) and self.tau > 0, f"tau: expected a positive number, got {self.tau}")
         if self.tolerance is not None:
             _require(0 < self.tolerance.lower < self.tolerance.upper, "tolerance: expected 0 < lower < upper")
+            _require(self.tolerance.upper < math.inf, "tolerance: expected an upper that is finite")
         return self
 
 

@@ -6,14 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import cast
+from weakref import WeakKeyDictionary
 
 from phalanx.core import messages as m
 from phalanx.core.certificates import find_certificate, find_phase
+from phalanx.core.crypto import Domain
 from phalanx.core.effects import Broadcast, Effect, ReadState, Send, Sign, Story
 from phalanx.core.membership import decode_view, encode_view, is_another_electorate
 from phalanx.core.messages import MAX_CHUNK, Phase
 from phalanx.core.peer import FUTURE_HEIGHTS, KEPT_ROUNDS, Handler, Lost, Peer, Pile, compute_case_digest
 from phalanx.core.slowpath import (
+    complete_alarm,
     compute_item_digest,
     compute_settlement_digest,
     is_valid_alarm,
@@ -28,6 +31,11 @@ _GOSSIP_BYTES_EACH = 1 << 18
 """What is kept of one member's gossip, and more for each member: four messages of each, and what comes with them."""
 _STATE_BYTES = 64
 """No state has more bytes than this for each coordinate: parameters, and what optimizers keep of them."""
+_STATE_RATE = 1 << 22
+"""Bytes of state a second for all strangers together, and as many for all former members: more than the network sends
+to strangers, where it is decided whose turn it is."""
+_STATE_COST = 1 << 16
+"""Bytes that a request for state counts at least, whatever the answer: 64 a second, more than the network takes."""
 _ANSWERS = 64
 """Messages of one kind from one peer that are taken up within ``delta``."""
 
@@ -138,12 +146,53 @@ def cut_chunks(data: Piece) -> Iterable[tuple[int, bytes]]:
     return ((at, cast(bytes, view[at : at + MAX_CHUNK])) for at in range(0, len(data), MAX_CHUNK))
 
 
+class _Budget:
+    """Bytes of state, for those who are no members or candidates: as many at once as come together in ``delta``."""
+
+    __slots__ = ("since", "spent")
+
+    def __init__(self) -> None:
+        self.since, self.spent = 0.0, 0.0
+
+    def may_ask(self, peer: Peer) -> bool:
+        """Whether something is left, which a request then takes a little of."""
+        config = peer.config
+        rate = max(_STATE_RATE, 8 * config.size / max(config.transfer_time, 1.0))
+        self.spent = max(0.0, self.spent - rate * (peer.now - self.since))
+        self.since = peer.now
+        if self.spent >= rate * config.delta:
+            return False
+        self.spent += _STATE_COST
+        return True
+
+    def pay(self, size: int) -> None:
+        self.spent += max(0, size - _STATE_COST)
+
+
+_budgets: WeakKeyDictionary[Peer, tuple[_Budget, _Budget]] = WeakKeyDictionary()
+"""Each peer's, for strangers and for former members. They outlast attempts: a quick run gives strangers no more."""
+
+
+def _find_budget(peer: Peer, sender: bytes) -> _Budget | None:
+    """What a state is paid from; None for members and candidates, who need not wait for others."""
+    if sender in peer.circle:
+        return None
+    return _budgets.setdefault(peer, (_Budget(), _Budget()))[
+        any(absence.key == sender for absence in peer.view.absences)
+    ]
+
+
 def _on_pull_state(peer: Peer, sender: bytes, message: m.PullState) -> Story:
-    if message.step > peer.view.step or not _may_answer(peer, sender, m.PullState):
+    if message.step > peer.view.step:
+        return
+    budget = _find_budget(peer, sender)
+    if not (budget.may_ask(peer) if budget is not None else _may_answer(peer, sender, m.PullState)):
         return
     data = yield ReadState(message.step)
     if data is not None and message.offset < len(data):
         piece = bytes(data[message.offset : message.offset + MAX_CHUNK])
+        if budget is not None:
+            budget.pay(len(piece))
         yield Send(sender, m.StateChunk(message.step, len(data), message.offset, piece))
 
 
@@ -247,7 +296,14 @@ def _on_alarm(peer: Peer, sender: bytes, message: m.Alarm) -> Story:
     for signed in message.evidence:
         yield from peer.take(signed)
     epoch = peer.find_epoch(message.height)
-    if epoch is None or not is_valid_alarm(peer.run, peer.examiner, epoch, message):
+    if epoch is None:
+        return
+    message = complete_alarm(epoch, message)
+    if not is_valid_alarm(peer.run, peer.examiner, epoch, message):
+        one = message.evidence[0] if len(message.evidence) == 1 else None
+        about = one is not None and one.domain is Domain.AGREED and one.height == message.height + 1
+        if about and message.height == peer.level + 1 and peer.member:  # whether it names another root I cannot tell
+            yield Send(sender, m.PullMessages(message.height, tuple(sorted(epoch.view.roster))))
         return
     if peer.key in peer.absent:
         if epoch is peer.transcript and peer.holding and not peer.leaving:
@@ -284,7 +340,7 @@ def answer_alarm(peer: Peer, sender: bytes, alarm: m.Alarm) -> Story:
     )
     relay = m.Relay(tuple(letter.message for letter in letters), (endorsement,))
     peer.grace = peer.time + 3 * peer.config.delta
-    yield Send(sender, m.Gossip(alarm.height, alarm.round, (relay,)))
+    yield Send(sender, m.Gossip(alarm.height, alarm.round, (relay,), ()))
 
 
 def _on_gossip(peer: Peer, sender: bytes, message: m.Gossip) -> Story:

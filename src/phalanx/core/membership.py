@@ -269,6 +269,7 @@ def is_another_electorate(before: View, after: View) -> bool:
 class Duties:
     validators: tuple[bytes, ...]
     contributors: tuple[bytes, ...]
+    """All others, but for those that are spared to check probationers."""
     checks: tuple[Check, ...]
     margin: int
     """Validators that the shrunken roster no longer affords."""
@@ -276,15 +277,29 @@ class Duties:
 
 def compute_duties(config: Config, view: View) -> Duties:
     """Who validates whom, and who contributes. A validator that is gone is replaced by the next drawn."""
+    trials = [Target(check.target, check.step, check.attempt) for check in view.trial_checks[:1]]
+    (there,) = _find_witnesses(view, trials) or (view.roster,)
     return _assign_duties(
         config.validators,
-        2 * view.bound + 1,
+        _count_needed(config, view),
         view.roster,
         view.order,
         view.targets,
         view.trial_checks,
         _find_witnesses(view, view.targets),
+        there,
     )
+
+
+def _count_needed(config: Config, view: View) -> tuple[int, int]:
+    """How many contributors validators leave at least, and how many those leave that check probationers.
+
+    The second are never fewer. With fewer than ``(multiple + 1) b`` contributors attackers could push an automatic tau
+    up without end: :meth:`Config.check` sees to that for validators only.
+    """
+    needed = 2 * view.bound + 1
+    multiple = config.tau.multiple if isinstance(config.tau, AutomaticTau) else 1.0
+    return needed, max(needed, math.floor((multiple + 1) * view.bound) + 1)
 
 
 def _find_witnesses(view: View, targets: Iterable[Target]) -> tuple[tuple[bytes, ...], ...]:
@@ -296,27 +311,30 @@ def _find_witnesses(view: View, targets: Iterable[Target]) -> tuple[tuple[bytes,
 @lru_cache(maxsize=16)
 def _assign_duties(
     wanted: int,
-    needed: int,
+    needed: tuple[int, int],
     roster: tuple[bytes, ...],
     drawn: tuple[bytes, ...],
     targets: tuple[Target, ...],
     trial_checks: tuple[Check, ...],
     witnesses: tuple[tuple[bytes, ...], ...],
+    there: tuple[bytes, ...],
 ) -> Duties:
     """Every peer foresees its duties and then has them, and in one process many peers want the same ones.
 
     Each of the first targets gets a validator, the first in the drawn order that is not the target itself; further ones
-    go to the member that has least to do.
+    go to the member that has least to do. A member that checks a probationer contributes nothing, where enough others
+    do: with two gradients to compute, it would keep everybody waiting. Where they are too few, it is the one that the
+    randomness drew, beside its own gradient.
     """
     members = set(roster)
     order = [key for key in drawn if key in members]
-    count = max(1, min(wanted, len(order) - needed))
+    count = max(1, min(wanted, len(order) - needed[0]))
     count = min(count, len(order) - 1)  # one that is alone has nobody to check, and nobody else to compute
     validators: list[bytes] = []
-    checks = [check for check in trial_checks if check.checker in members]
+    checks: list[Check] = []
     more: list[tuple[Target, list[bytes]]] = []
-    for target, there in zip(targets, witnesses, strict=True):
-        able = [key for key in order if key != target.key and key in there]
+    for target, present in zip(targets, witnesses, strict=True):
+        able = [key for key in order if key != target.key and key in present]
         free = [key for key in able if key not in validators]
         if len(validators) < count and free:
             validators.append(free[0])
@@ -324,7 +342,14 @@ def _assign_duties(
         else:
             more.append((target, able))
     validators += [key for key in order if key not in validators][: count - len(validators)]
-    load = Counter(key for key in order if key not in validators)
+    tried = {check.target for check in trial_checks}
+    rest = [key for key in order if key not in validators]
+    idle = [key for key in rest if key not in tried and key in there]
+    spared = idle[: max(0, min(len(trial_checks), len(rest) - needed[1]))]
+    checkers = spared + [check.checker for check in trial_checks[len(spared) :]]
+    trials = [Check(key, x.target, x.step, x.attempt) for key, x in zip(checkers, trial_checks, strict=True)]
+    checks += [check for check in trials if check.checker in members and check.checker != check.target]
+    load = Counter(key for key in rest if key not in spared)
     load.update(check.checker for check in checks)
     for target, able in more:
         taken = {check.checker for check in checks if (check.target, check.step) == (target.key, target.step)}
@@ -333,7 +358,7 @@ def _assign_duties(
             checker = min(free, key=load.__getitem__)
             load[checker] += 1
             checks.append(Check(checker, target.key, target.step, target.attempt))
-    contributors = tuple(key for key in roster if key not in validators)
+    contributors = tuple(key for key in roster if key not in validators and key not in spared)
     return Duties(tuple(validators), contributors, tuple(checks), wanted - count)
 
 
@@ -363,12 +388,13 @@ def foresee_duties(config: Config, view: View, randomness: bytes, served: Collec
     following, targets = view.drawn or randomness, _add_targets(view.carried, drawn)
     return _assign_duties(
         config.validators,
-        2 * view.bound + 1,
+        _count_needed(config, view),
         view.roster,
         _draw_order(following, view.roster),
         targets,
         _draw_trial_checks(following, view, sorted(served), config.probation_checks, view.roster),
         _find_witnesses(view, targets),
+        view.roster,
     )
 
 
@@ -694,7 +720,8 @@ def _let_in(config: Config, view: View, joins: Collection[bytes], step: int) -> 
 def _draw_trial_checks(
     randomness: bytes, view: View, tried: Sequence[bytes], count: int, witnesses: tuple[bytes, ...]
 ) -> tuple[Check, ...]:
-    """Who recomputes what those on probation committed to in the view's attempt, each ``count`` times."""
+    """Who recomputes what those on probation committed to in the view's attempt, each ``count`` times, if nobody can be
+    spared for it."""
     if not tried:
         return ()
     checkers = Stream(derive_seed(randomness, "trials"))

@@ -456,7 +456,7 @@ class Gossip(_Said, frozen=True):
     height: Height
     round: Round
     items: Annotated[tuple[Relay, ...], Meta(max_length=4 * MAX_MEMBERS)]
-    held: Annotated[tuple[Held, ...], Meta(max_length=2 * MAX_MEMBERS)] = ()
+    held: Annotated[tuple[Held, ...], Meta(max_length=2 * MAX_MEMBERS)]
 
 
 class Settlement(_Said, frozen=True):

@@ -48,6 +48,16 @@ def is_valid_alarm(run: bytes, examiner: Examiner, epoch: Transcript, alarm: Ala
     return any(x is not None and is_agreed(x, height + 1) and x.message.previous != root for x in letters)
 
 
+def complete_alarm(epoch: Transcript, alarm: Alarm) -> Alarm:
+    """An alarm about a letter that names another root, with a message of its height from everybody, where I know it."""
+    phase = epoch.heights.get(alarm.height)
+    letters = epoch.phases.get(phase, {}) if phase is not None else {}
+    if alarm.round > 0 or any(x.domain is Domain.TIMEOUT for x in alarm.evidence) or not letters:
+        return alarm
+    mine = tuple(letters[key].message for key in epoch.view.roster)
+    return Alarm(alarm.height, 0, (*mine, *alarm.evidence[:1]))
+
+
 def get_successor(epoch: Transcript, height: int) -> bytes | None:
     """What the next height names if that does not depend on this one's messages: after SEAL and ABORT."""
     sealing = epoch.sealing if epoch.heights.get(height) in SEALING else None

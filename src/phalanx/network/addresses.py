@@ -121,6 +121,23 @@ def is_loopback(text: str) -> bool:
         return False
 
 
+def find_host(place: bytes) -> str:
+    """The host in a connection's far address; of IPv6 the first 64 bits, since who has one of those has all.
+
+    Those who come through one relay share the relay's host.
+    """
+    try:
+        match = re.match(r"/ip[46]/([^/]+)", format_place(place))
+        address = ipaddress.ip_address(match[1]) if match is not None else None
+    except ValueError:
+        return ""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return str(address) if address is not None else ""
+
+
 def _encode_value(code: int, text: str) -> bytes:
     if code == _IP4:
         return ipaddress.IPv4Address(text).packed
@@ -255,14 +272,14 @@ def encode_page(addresses: Iterable[str]) -> bytes:
     return _encoder.encode(list(addresses))
 
 
-def decode_page(data: bytes) -> list[Address]:
-    """The addresses among what somebody told us; what is none is left out."""
+def decode_page(data: bytes, most: int = MAX_KEYS * MAX_PER_KEY) -> list[Address]:
+    """The addresses among the first ``most`` things that somebody told us; what is none is left out."""
     try:
         texts = _decoder.decode(data) if len(data) <= MAX_PAGE else []
     except (msgspec.DecodeError, UnicodeDecodeError):
         return []
     addresses: list[Address] = []
-    for text in texts[: MAX_KEYS * MAX_PER_KEY]:
+    for text in texts[:most]:
         try:
             addresses.append(parse_address(text))
         except LocalError:

@@ -28,15 +28,18 @@ from phalanx.network.addresses import (
 from phalanx.network.door import Door
 from phalanx.network.lanes import ASK, Circle, Complaints, FrameStream, Limits
 from phalanx.network.libp2p import Daemon, Tasks, Unreachable
+from phalanx.network.strangers import Share, choose_leaver
 
 Answerer: TypeAlias = Callable[[bytes, bytes], bytes]
 """From who asks, and the request, to the answer. Called in the network's thread: quick, and never back into it."""
 
 BOOK = "book"
-MAX_REQUEST = 1 << 16
+MAX_REQUEST = 1 << 12
+"""Bytes of a question: four addresses fit."""
 
 _QUESTIONS_AT_ONCE = 4  # of one peer
 _ANSWER_TIMEOUT = 30.0
+_SPOONFUL = 1 << 14  # bytes of an answer after which it is noted that they were taken
 _SEARCH_PAUSE = 2.0
 _SEARCH_AMONG = 3
 _MEET_PAUSE = 15.0
@@ -46,7 +49,14 @@ class Contacts:
     """The book of addresses, and questions in both directions. It lives in the transport's event loop."""
 
     def __init__(
-        self, circle: Circle, door: Door, limits: Limits, complaints: Complaints, peers: Sequence[Address]
+        self,
+        circle: Circle,
+        door: Door,
+        limits: Limits,
+        complaints: Complaints,
+        peers: Sequence[Address],
+        turns: Share,
+        purse: Share,
     ) -> None:
         self.book = Book()
         self.own: tuple[str, ...] = ()
@@ -57,7 +67,8 @@ class Contacts:
         """Called with whom there are new addresses of."""
         self._circle, self._door, self._limits = circle, door, limits
         self._complaints, self._peers = complaints, tuple(peers)
-        self._asking: dict[bytes, int] = {}
+        self._turns, self._purse = turns, purse
+        self._questions: set[_Question] = set()
         self._tasks = Tasks()
         self._meeting: asyncio.Task[None] | None = None
         self._being_greeted: set[bytes] = set()
@@ -107,7 +118,7 @@ class Contacts:
                 daemon = self._get_daemon()
                 await daemon.connect(key, (*addresses, *self.book.get(key)))
                 with await daemon.open_stream(key, _name_service(what)) as stream:
-                    await _write(stream, request)
+                    await asyncio.get_running_loop().sock_sendall(stream, len(request).to_bytes(4, "big") + request)
                     return await self._read(stream, limit)
         except TimeoutError:
             raise Unreachable(f"peer {name_peer(key)}: no answer within {timeout:.0f} s") from None
@@ -122,32 +133,38 @@ class Contacts:
         await self._get_daemon().serve(_name_service(what), acceptor)
 
     def _accept(self, key: bytes, what: str, stream: socket.socket) -> None:
-        if not self._may_ask(key):
+        """Give a question a place. If there is none left, a stranger's gives way: never does the new one wait."""
+        own = [question for question in self._questions if question.key == key]
+        if key in self._circle.banned or len(own) >= _QUESTIONS_AT_ONCE:
             stream.close()
             self._complaints.say("questions", "a question of peer %s was refused", key)
             return
-        self._asking[key] = self._asking.get(key, 0) + 1
-        task = self._tasks.spawn(self._answer(key, what, stream))
-        task.add_done_callback(lambda _: self._see_off(key, stream))
+        strange = [question for question in self._questions if question.key not in self._circle.members]
+        if key not in self._circle.members and len(strange) >= self._limits.strangers:
+            self._complaints.say("crowd", "strangers ask too much at once; those who hold most places give way")
+            self._see_off(choose_leaver(strange))
+        question = _Question(key, self._circle.hosts.get(key), stream)
+        self._questions.add(question)
+        question.task = self._tasks.spawn(self._answer(question, what))
+        question.task.add_done_callback(lambda _: self._see_off(question))
 
-    def _may_ask(self, key: bytes) -> bool:
-        if key in self._circle.banned or self._asking.get(key, 0) >= _QUESTIONS_AT_ONCE:
-            return False
-        strangers = sum(count for other, count in self._asking.items() if other not in self._circle.members)
-        return key in self._circle.members or strangers < self._limits.strangers
+    def _see_off(self, question: _Question) -> None:
+        question.task.cancel()
+        question.stream.close()
+        self._questions.discard(question)
 
-    def _see_off(self, key: bytes, stream: socket.socket) -> None:
-        stream.close()
-        self._asking[key] -= 1
-        if not self._asking[key]:
-            del self._asking[key]
-
-    async def _answer(self, key: bytes, what: str, stream: socket.socket) -> None:
+    async def _answer(self, question: _Question, what: str) -> None:
+        key, stream = question.key, question.stream
         try:
+            async with asyncio.timeout(self._limits.question_time):
+                request = await self._read(stream, MAX_REQUEST)
+            question.last_heard = time.monotonic()
             async with asyncio.timeout(_ANSWER_TIMEOUT):
                 await self._circle.hold_to_quota(key, ASK, 0)
-                request = await self._read(stream, MAX_REQUEST)
-                await _write(stream, self.answerers[what](key, request))
+                await self._turns.take(key, 1, ASK)
+                answer = self.answerers[what](key, request)
+                await self._purse.take(key, len(answer))
+                await question.write(answer)
                 while await asyncio.get_running_loop().sock_recv(stream, 1024):
                     pass  # who asked closes the stream: were we to, the end of the answer might not arrive
         except (OSError, EOFError, TimeoutError, Malformed):
@@ -175,8 +192,7 @@ class Contacts:
             task.add_done_callback(lambda _: self._being_greeted.discard(key))
 
     def _answer_book(self, sender: bytes, request: bytes) -> bytes:
-        own = [address for address in decode_page(request) if address.key == sender]
-        self.add(own[:MAX_PER_KEY])
+        self.add(address for address in decode_page(request, MAX_PER_KEY) if address.key == sender)
         members = self._circle.members - {sender}
         return encode_page((*self.own[:MAX_PER_KEY], *self.book.list_for(members)))
 
@@ -215,9 +231,24 @@ class Contacts:
             self._tasks.spawn(self._try_exchange(other))
 
 
+class _Question:
+    """A stream on which somebody asks."""
+
+    __slots__ = ("host", "key", "last_heard", "stream", "task")
+
+    task: asyncio.Task[None]
+
+    def __init__(self, key: bytes, host: str, stream: socket.socket) -> None:
+        self.key, self.host, self.stream = key, host, stream
+        self.last_heard = time.monotonic()
+
+    async def write(self, answer: bytes) -> None:
+        """Send an answer, and note how it is taken."""
+        loop, data = asyncio.get_running_loop(), len(answer).to_bytes(4, "big") + answer
+        for start in range(0, len(data), _SPOONFUL):
+            await loop.sock_sendall(self.stream, data[start : start + _SPOONFUL])
+            self.last_heard = time.monotonic()
+
+
 def _name_service(what: str) -> str:
     return f"/phalanx/1/ask/{what}"
-
-
-async def _write(stream: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(stream, len(data).to_bytes(4, "big") + data)

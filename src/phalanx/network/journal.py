@@ -81,8 +81,11 @@ _decoder = msgspec.msgpack.Decoder(_Record)
 class Journal:
     """A peer's :class:`Disk` on a real one."""
 
-    def __init__(self, path: Path, run: bytes) -> None:
-        """Open the journal of a run, or begin one; :class:`LocalError` if it is another run's, in use or damaged."""
+    def __init__(self, path: Path, run: bytes, key: bytes | None = None) -> None:
+        """Open the journal of a run, or begin one; :class:`LocalError` if it is another run's, in use or damaged.
+
+        With ``key``, one that holds what another key signed is refused now rather than at the first signature.
+        """
         self._path, self._run = path, run
         self._key: bytes | None = None
         """Whose messages are in it, if there are any."""
@@ -96,11 +99,15 @@ class Journal:
             self._file = _open(path) if path.exists() else _write_anew(path, [_Opened(run, os.urandom(32))], False)
             try:
                 self._disk = self._load()
+                self._require_key(key)
             except BaseException:
                 self._file.close()
                 raise
         except OSError as error:
-            raise LocalError(f"{path}: could not be opened: {error.strerror or error}") from error
+            raise LocalError(
+                f"{path}: could not be opened: {error.strerror or error}; expected this peer's journal, a file that "
+                "this user may read and write"
+            ) from error
 
     @property
     def view(self) -> bytes | None:
@@ -122,8 +129,7 @@ class Journal:
         """Carry out :class:`Sign`; what is new is on the disk when this returns."""
         assert run == self._run, "a journal is one run's"
         self._require_whole()
-        if self._key not in (None, signer.key):
-            raise LocalError(f"{self._path}: the journal of another key; choose another folder for this one")
+        self._require_key(signer.key)
         self._key, disk = signer.key, self._disk
         ballot = (effect.body.round, effect.body.final) if isinstance(effect.body, Outcome) else None
         before = disk.votes.get((effect.height, *ballot)) if ballot is not None else disk.journal.get(effect.height)
@@ -134,6 +140,10 @@ class Journal:
         ):  # what is not agreed is kept nowhere
             self._append(_Said(message, ballot))
         return message
+
+    def holds(self, message: Signed) -> bool:
+        """Whether this peer knows that it signed this, or is past signing anything there."""
+        return message.height < self._disk.floor or self._disk.journal.get(message.height) == message
 
     def draw_secret(self, height: int) -> tuple[bytes, bytes]:
         return self._disk.draw_secret(height)
@@ -194,6 +204,10 @@ class Journal:
             del disk.votes[ballot]
             disk.votes_cut = max(disk.votes_cut, ballot)
         return disk
+
+    def _require_key(self, key: bytes | None) -> None:
+        if key is not None and self._key not in (None, key):
+            raise LocalError(f"{self._path}: the journal of another key; choose another folder for this one")
 
     def _require_whole(self) -> None:
         if not self._whole:

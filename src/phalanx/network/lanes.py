@@ -21,7 +21,8 @@ from phalanx.core.codec import encode
 from phalanx.core.errors import LocalError, Malformed
 from phalanx.core.messages import MAX_CHUNK, MAX_FRAME, Message
 from phalanx.network.addresses import name_peer
-from phalanx.network.libp2p import Unreachable
+from phalanx.network.libp2p import Unreachable, shorten
+from phalanx.network.strangers import Hosts, Rank
 from phalanx.network.traffic import CHUNKS, name_kind
 
 log = logging.getLogger("phalanx.network")
@@ -35,8 +36,10 @@ _JOIN = 1 << 14  # bytes that are cheaper to copy behind their header than to se
 _BUCKETS = 4096
 _MIB = 1 << 20
 
-ASK, OPEN = "ask", "open"
-"""What questions count as, beside the two lanes; and new streams."""
+ASK, OPEN, HOST = "ask", "open", "host"
+"""What questions count as, beside the two lanes; and new streams, of one key and of all strangers of one host."""
+_FEW = 8
+"""Streams that a key may open although its host has opened too many: behind one address there may be many people."""
 
 
 class Lane(StrEnum):
@@ -81,10 +84,20 @@ class Limits:
     stranger: Quota = Quota(messages=20, bytes=64 * 1024)
     openings: Quota = Quota(messages=2, bytes=1, burst=32)
     """Streams that one peer may open, for all purposes: many more than one opens whose network comes and goes."""
+    openings_of_host: Quota = Quota(messages=16, bytes=1, burst=8)
+    """Streams that all strangers of one host may open together, beside a few of each."""
     stranger_frame: int = 64 * 1024
     bulk_frame: int = MAX_CHUNK + 4096
     strangers: int = 32
-    """How many streams, requests and receivers that are no members are looked after at once, each."""
+    """How many streams, questions and receivers that are no members are looked after at once, each."""
+    strangers_rate: float = 2 * _MIB
+    """Bytes a second that are sent to all strangers together: a sixth of 100 megabits."""
+    strangers_turns: float = 50.0
+    """Messages and questions of all strangers together that are taken in a second."""
+    turn_time: float = 2.0
+    """Seconds after which strangers may ask again for what the protocol gives them only so often: the run's delta."""
+    question_time: float = 2.0
+    """Seconds within which who opened a stream to ask has to have asked."""
     minimum_rate: int = 1024
     """Bytes a second in which a frame that has begun must go on, on average over ``window``."""
     window: float = 10.0
@@ -116,6 +129,16 @@ class Bucket:
         self._bytes = min(self._bytes + passed * quota.bytes, quota.bytes * quota.burst) - size
         return max(0.0, -self._messages / quota.messages, -self._bytes / quota.bytes)
 
+    def may_take(self, now: float) -> bool:
+        """Count a message if there is room for it; whether there was. What is refused makes no debt."""
+        if self._messages + (now - self._time) * self._quota.messages < 1:
+            return False
+        return self.take(0, now) == 0
+
+    def has_taken(self, few: int) -> bool:
+        """Whether more than a few messages were counted lately."""
+        return self._messages < self._quota.messages * self._quota.burst - few
+
 
 class Complaints:
     """A log that others can fill only slowly: one line a second of each kind, with how many were left out."""
@@ -133,7 +156,7 @@ class Complaints:
         self._last[kind] = now
         more = self._silenced.pop(kind, 0)
         named = [name_peer(argument) if isinstance(argument, bytes) else argument for argument in arguments]
-        log.warning(text + (f" ({more} more like this)" if more else ""), *named)
+        log.warning("%s", shorten(text % tuple(named)) + (f" ({more} more like this)" if more else ""))
 
 
 class Circle:
@@ -142,16 +165,23 @@ class Circle:
     def __init__(self, limits: Limits, complaints: Complaints) -> None:
         self.members: frozenset[bytes] = frozenset()
         self.banned: frozenset[bytes] = frozenset()
+        self.former: frozenset[bytes] = frozenset()
+        self.hosts = Hosts()
         self._limits, self._complaints = limits, complaints
         self._buckets: dict[tuple[bytes, str], Bucket] = {}
 
-    def set(self, members: frozenset[bytes], banned: frozenset[bytes]) -> None:
+    def set(self, members: frozenset[bytes], banned: frozenset[bytes], former: frozenset[bytes] = frozenset()) -> None:
         """Change who is who. Whoever comes in or goes out starts with the quota of its new place."""
         members -= banned
         for key in members ^ self.members:
             for what in (Lane.SMALL, Lane.BULK, ASK, OPEN):
                 self._buckets.pop((key, what), None)
-        self.members, self.banned = members, banned
+        self.members, self.banned, self.former = members, banned, former - members - banned
+
+    def get_rank(self, key: bytes) -> Rank:
+        if key in self.members:
+            return Rank.MEMBER
+        return Rank.FORMER if key in self.former else Rank.STRANGER
 
     def get_room(self, key: bytes, lane: Lane) -> int:
         """How many bytes may wait for somebody."""
@@ -172,11 +202,18 @@ class Circle:
             await asyncio.sleep(pause)
 
     def may_open(self, key: bytes) -> bool:
-        """Count a stream that somebody opened; whether there were not too many."""
-        if self._get_bucket(key, OPEN).take(0, time.monotonic()) == 0:
+        """Count a stream that somebody opened; whether there were not too many of its key, and of its host."""
+        own, now = self._get_bucket(key, OPEN), time.monotonic()
+        if own.take(0, now) > 0:
+            self._complaints.say("openings", "peer %s opens too many streams; they are not read", key)
+            return False
+        if key in self.members:
             return True
-        self._complaints.say("openings", "peer %s opens too many streams; they are not read", key)
-        return False
+        of_host = self._get_bucket(self.hosts.get(key).encode(), HOST)
+        if not of_host.may_take(now) and own.has_taken(_FEW):
+            self._complaints.say("host", "the host of peer %s opens too many streams; they are not read", key)
+            return False
+        return True
 
     def _get_bucket(self, key: bytes, what: str) -> Bucket:
         """The count outlives streams: opening a new one gives nobody a new quota."""
@@ -190,8 +227,8 @@ class Circle:
 
     def _find_quota(self, key: bytes, what: str) -> Quota:
         limits = self._limits
-        if what == OPEN:
-            return limits.openings
+        if what in (OPEN, HOST):
+            return limits.openings if what == OPEN else limits.openings_of_host
         if key not in self.members:
             return limits.stranger
         return limits.member_bulk if what == Lane.BULK else limits.member_small
@@ -224,6 +261,10 @@ class Parcel:
         return self.size <= _HEADER + MAX_FRAME
 
 
+async def _await_nothing(size: int) -> None:
+    """Whoever needs no share of anything."""
+
+
 class Outbox:
     """What waits for one receiver in one lane, and the stream that it goes on.
 
@@ -237,9 +278,10 @@ class Outbox:
         sent: Callable[[Parcel], None],
         get_room: Callable[[], int],
         limits: Limits,
+        await_share: Callable[[int], Awaitable[None]] = _await_nothing,
     ) -> None:
         self._open_stream, self._sent, self._limits = open_stream, sent, limits
-        self._get_room = get_room
+        self._get_room, self._await_share = get_room, await_share
         self._queue: deque[Parcel] = deque()
         self.waiting = 0
         """How many bytes."""
@@ -315,6 +357,9 @@ class Outbox:
     async def _write(self, stream: socket.socket, ended: asyncio.Task[None]) -> None:
         loop = asyncio.get_running_loop()
         while await self._has_more(ended):
+            await self._await_share(self._queue[0].size)
+            if not self._queue or ended.done():  # it has given way meanwhile, or nobody is there any more
+                continue
             parcel = self._queue[0]
             self._is_first_begun = True
             try:
@@ -324,6 +369,7 @@ class Outbox:
                 self._is_first_begun = False
             self._queue.popleft()
             self.waiting -= parcel.size
+            self.last_used = time.monotonic()
             self._sent(parcel)
         if not ended.done():
             await loop.sock_sendall(stream, _GOODBYE)

@@ -27,7 +27,15 @@ from typing import Any, TypeAlias
 
 from phalanx.core.crypto import Identity, format_peer_id, is_usable_key
 from phalanx.core.errors import LocalError
-from phalanx.network.addresses import Address, encode_place, encode_unix_path, format_place, is_loopback, name_peer
+from phalanx.network.addresses import (
+    Address,
+    encode_place,
+    encode_unix_path,
+    find_host,
+    format_place,
+    is_loopback,
+    name_peer,
+)
 
 log = logging.getLogger("phalanx.network")
 
@@ -83,6 +91,8 @@ class Daemon:
         self.key = b""
         self.ended = asyncio.Event()
         """Set when the daemon's program has ended, asked or not."""
+        self.on_caller: Callable[[bytes, str], None] = lambda key, host: None
+        """Called with who opened a stream and from which host, before the stream is handed on."""
         self._process, self._folder, self._schema = process, folder, schema
         self._control = str(folder / "control")
         self._lifeline: socket.socket | None = None
@@ -244,7 +254,7 @@ class Daemon:
                 await loop.sock_sendall(connection, _pack(request))
                 reply = await _read_message(connection, self._schema.Response)
             if reply.type != self._schema.Response.OK:
-                raise Unreachable(_shorten(" ".join(reply.error.msg.split())))
+                raise Unreachable(shorten(" ".join(reply.error.msg.split())))
             return connection, reply
         except TimeoutError:
             connection.close()
@@ -280,6 +290,7 @@ class Daemon:
         except (OSError, EOFError, ValueError, KeyError, LocalError):
             stream.close()  # a peer whose key is of another kind than ours, or a stream that is gone again
         else:
+            self.on_caller(key, find_host(info.addr))
             acceptor(key, stream)
 
     # -- ending
@@ -421,7 +432,7 @@ def _launch(arguments: list[str]) -> subprocess.Popen[bytes]:
 
 def _explain_end(output: bytes) -> str:
     """One sentence from what the daemon said last."""
-    text = _shorten(" ".join(output.decode(errors="replace").split())[-300:])
+    text = shorten(" ".join(output.decode(errors="replace").split())[-300:])
     if "address already in use" in text:
         return f"cannot listen there: the address is already in use; choose another port, or 0 for any ({text})"
     if "cannot assign requested address" in text:
@@ -458,7 +469,7 @@ async def _read_message(connection: socket.socket, kind: Any) -> Any:
     try:
         message.ParseFromString(bytes(data))
     except Exception as error:  # protobuf's own DecodeError, which is not imported for this one line
-        raise ValueError(f"not a message: {_shorten(str(error))}") from None
+        raise ValueError(f"not a message: {shorten(str(error))}") from None
     return message
 
 
@@ -487,6 +498,7 @@ def _key_of(peer_id: bytes) -> bytes:
     return key
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """A line for a log: what others wrote is in it, so it is short and printable."""
     text = text if len(text) <= 300 else f"{text[:200]} ... {text[-80:]}"
     return text if text.isprintable() else ascii(text)

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from phalanx.core.codec import decode_message
 from phalanx.core.errors import LocalError, Malformed
-from phalanx.core.messages import Message
+from phalanx.core.messages import Message, PullAggregate, PullChain, PullMessages, PullState
 from phalanx.network.addresses import is_loopback, parse_address
 from phalanx.network.contacts import Answerer, Contacts
 from phalanx.network.door import Door
 from phalanx.network.lanes import Circle, Complaints, FrameStream, Lane, Limits, Outbox, Parcel, Quota, find_lane
 from phalanx.network.libp2p import Daemon, Tasks, Unreachable
+from phalanx.network.strangers import Rank, Share, choose_leaver
 from phalanx.network.traffic import Count, Traffic, name_kind
 
 __all__ = ["Limits", "Quota", "Transport", "Unreachable"]
@@ -34,7 +36,11 @@ _Place = tuple[bytes, Lane]
 
 _REFRESH = 30.0
 _RESTART_PAUSE = 1.0
-_SILENCE = 10.0  # after which a stranger's stream gives way to another's
+_ANSWERS_WAITING = 1 << 20  # bytes for one stranger, above which nothing more is read of it
+_PATIENCE = 0.1  # seconds between two looks whether it has taken them
+_ASKED_IN_A_TURN: dict[object, int] = {PullChain: 8, PullState: 32, PullMessages: 32}
+"""The core answers all strangers together twice as many of these in each attempt, and within delta (``handlers.py``);
+an attempt is announced to us twice. More are not passed on: who is answered is decided here, where hosts are known."""
 
 
 class Transport:
@@ -66,7 +72,19 @@ class Transport:
         self._circle = Circle(limits, self._complaints)
         self._tasks = Tasks()
         self._door = Door(self._circle, self._tasks)
-        self._contacts = Contacts(self._circle, self._door, limits, self._complaints, self._peers)
+        rank, hosts = self._circle.get_rank, self._circle.hosts
+        self._turns = Share(
+            limits.strangers_turns,
+            limits.strangers_turns,
+            rank,
+            hosts,
+            window=limits.turn_time,
+            get_limit=self._find_limit,
+        )
+        self._purse = Share(limits.strangers_rate, limits.strangers_rate, rank, hosts)
+        self._contacts = Contacts(
+            self._circle, self._door, limits, self._complaints, self._peers, self._turns, self._purse
+        )
         self._contacts.found = self._rouse
         self._outboxes: dict[_Place, Outbox] = {}
         self._incoming: dict[_Place, _Incoming] = {}
@@ -108,9 +126,14 @@ class Transport:
         if self._loop is not None:
             self._call(self._send, tuple(to), Parcel(message), message)
 
-    def set_circle(self, members: frozenset[bytes], banned: frozenset[bytes]) -> None:
-        """Who may send what from now on. Streams of the banned end at once."""
-        self._call(self._set_circle, members, banned)
+    def set_circle(
+        self, members: frozenset[bytes], banned: frozenset[bytes], former: frozenset[bytes] = frozenset()
+    ) -> None:
+        """Who may send what from now on. Streams of the banned end at once.
+
+        Called whenever the protocol counts anew what it gives to strangers, with whoever is in the circle then.
+        """
+        self._call(self._set_circle, members, banned, former)
 
     def add_addresses(self, addresses: Iterable[str]) -> None:
         """Take addresses that our user gives, or their owner; :class:`LocalError` for what is none."""
@@ -185,6 +208,8 @@ class Transport:
             await asyncio.gather(*(outbox.task for outbox in self._outboxes.values()), return_exceptions=True)
             await self._contacts.end()
             await self._tasks.end()
+            await self._turns.end()
+            await self._purse.end()
             await daemon.close()
 
     async def _start_daemon(self) -> Daemon:
@@ -194,6 +219,7 @@ class Transport:
         )
         try:
             self.key = daemon.key
+            daemon.on_caller = self._circle.hosts.note
             self._contacts.own = tuple(await daemon.get_addresses())
             for lane in Lane:
                 await daemon.serve(self._protocols[lane], self._door.guard(_Acceptor(self._accept, lane)))
@@ -248,37 +274,35 @@ class Transport:
         for key in to:
             if key == self.key:
                 self._hand_over(key, message, 0)
-            elif key not in self._circle.banned and (outbox := self._get_outbox(key, parcel.lane)) is not None:
-                outbox.put(parcel)
+            elif key not in self._circle.banned:
+                self._get_outbox(key, parcel.lane).put(parcel)
                 if key not in self._circle.members:
                     self._shorten_queues()
 
-    def _get_outbox(self, key: bytes, lane: Lane) -> Outbox | None:
+    def _get_outbox(self, key: bytes, lane: Lane) -> Outbox:
         outbox = self._outboxes.get((key, lane))
         if outbox is not None:
             return outbox
-        if key not in self._circle.members and not self._make_room():
-            self._dropped += 1
-            self._complaints.say("receivers", "too many receivers that are no members; a message was dropped")
-            return None
+        if key not in self._circle.members:
+            self._make_room()
         outbox = self._outboxes[key, lane] = Outbox(
             lambda: self._contacts.reach(key, self._protocols[lane]),
             self._count,
             lambda: self._circle.get_room(key, lane),
             self._limits,
+            lambda size: self._purse.take(key, size),
         )
         return outbox
 
-    def _make_room(self) -> bool:
-        """Whether one more receiver that is no member can be looked after; one that got nothing lately gives way."""
-        strange = [place for place in self._outboxes if place[0] not in self._circle.members]
-        if len(strange) < 2 * self._limits.strangers:
-            return True
-        oldest = min(strange, key=lambda place: self._outboxes[place].last_used)
-        if time.monotonic() - self._outboxes[oldest].last_used < _SILENCE:
-            return False
-        self._drop_outbox(oldest)
-        return True
+    def _make_room(self) -> None:
+        """If too many receivers that are no members are looked after, one gives way."""
+        strange = [
+            _Queue(key, self._circle.hosts.get(key), outbox.last_used, (key, lane))
+            for (key, lane), outbox in self._outboxes.items()
+            if key not in self._circle.members
+        ]
+        if len(strange) >= 2 * self._limits.strangers:
+            self._drop_outbox(choose_leaver(strange, self._purse.get_had).place)
 
     def _shorten_queues(self) -> None:
         """Keys are free, so all that are no members share some room; whoever has most waiting gives way."""
@@ -315,7 +339,7 @@ class Transport:
             return
         if place in self._incoming:
             self._incoming[place].task.cancel()
-        incoming = self._incoming[place] = _Incoming()
+        incoming = self._incoming[place] = _Incoming(key, self._circle.hosts.get(key))
         incoming.task = self._tasks.spawn(self._receive(key, lane, stream, incoming))
         incoming.task.add_done_callback(lambda _: self._part_with(place, incoming, stream))
         self._rouse(key)
@@ -327,17 +351,20 @@ class Transport:
             del self._incoming[place]
 
     def _may_open(self, key: bytes, lane: Lane) -> bool:
+        """Whether somebody may send in a lane. If too many strangers do, one of them gives way."""
         if key in self._circle.members:
             return True
         if key in self._circle.banned or lane is Lane.BULK:
             return False
-        strangers = [incoming for (other, _), incoming in self._incoming.items() if other not in self._circle.members]
-        if (key, lane) in self._incoming or len(strangers) < self._limits.strangers:
-            return True
-        silent = min(strangers, key=lambda incoming: incoming.last_heard)
-        if time.monotonic() - silent.last_heard < _SILENCE:
-            return False
-        silent.task.cancel()
+        strangers = [
+            incoming
+            for (other, of), incoming in self._incoming.items()
+            if other not in self._circle.members and of is Lane.SMALL
+        ]
+        if (key, lane) not in self._incoming and len(strangers) >= self._limits.strangers:
+            leaver = choose_leaver(strangers, self._turns.get_had)
+            leaver.task.cancel()
+            del self._incoming[leaver.key, Lane.SMALL]
         return True
 
     async def _receive(self, key: bytes, lane: Lane, stream: socket.socket, incoming: _Incoming) -> None:
@@ -352,9 +379,12 @@ class Transport:
                 message = decode_message(frame)
                 if find_lane(message) is not lane:  # each has its quotas, and its own way to wait
                     raise Malformed(f"a {name_kind(message)} has no place here")
-                self._hand_over(key, message, len(frame))
+                incoming.last_heard = math.inf  # who waits for its turn is not silent
+                await self._turns.take(key, 1, type(message))
                 incoming.last_heard = time.monotonic()
+                self._hand_over(key, message, len(frame))
                 await self._circle.hold_to_quota(key, lane, len(frame))
+                await self._await_answers_taken(key)
         except Malformed as complaint:
             self._complaints.say("malformed", "peer %s, %s lane: %s", key, lane, complaint)
         except TimeoutError:
@@ -362,12 +392,24 @@ class Transport:
         except (OSError, EOFError):
             pass  # it will open another
 
+    async def _await_answers_taken(self, key: bytes) -> None:
+        """A stranger that does not take its answers, or not as fast as it asks, is not read on."""
+        while self._circle.get_rank(key) is not Rank.MEMBER and self._count_waiting(key) > _ANSWERS_WAITING:
+            await asyncio.sleep(_PATIENCE)
+
+    def _count_waiting(self, key: bytes) -> int:
+        return sum(self._outboxes[key, lane].waiting for lane in Lane if (key, lane) in self._outboxes)
+
+    def _find_limit(self, kind: object) -> int | None:
+        return len(self._circle.members) if kind is PullAggregate else _ASKED_IN_A_TURN.get(kind)
+
     def _hand_over(self, key: bytes, message: Message, size: int) -> None:
         if self._deliver(key, message, size) is False:
             self._has_room.clear()
 
-    def _set_circle(self, members: frozenset[bytes], banned: frozenset[bytes]) -> None:
-        self._circle.set(members, banned)
+    def _set_circle(self, members: frozenset[bytes], banned: frozenset[bytes], former: frozenset[bytes]) -> None:
+        self._circle.set(members, banned, former)
+        self._turns.renew()
         for (key, lane), incoming in self._incoming.items():
             if key in banned or (lane is Lane.BULK and key not in self._circle.members):
                 incoming.task.cancel()
@@ -379,12 +421,22 @@ class Transport:
 class _Incoming:
     """A stream that somebody opened."""
 
-    __slots__ = ("last_heard", "task")
+    __slots__ = ("host", "key", "last_heard", "task")
 
     task: asyncio.Task[None]
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes, host: str) -> None:
+        self.key, self.host = key, host
         self.last_heard = time.monotonic()
+
+
+class _Queue(NamedTuple):
+    """What waits for a receiver that is no member."""
+
+    key: bytes
+    host: str
+    last_heard: float
+    place: _Place
 
 
 class _Acceptor:

@@ -24,9 +24,11 @@ from phalanx.core.crypto import Domain
 from phalanx.core.errors import LocalError
 from phalanx.core.events import RunFinished
 from phalanx.core.membership import View
+from phalanx.core.messages import Phase
 from phalanx.network.simulated import Links, Skew, StoryFailed
 from phalanx.simulation.checkers import Checkers, Removals, Violation, can_go_on
 from phalanx.simulation.swarm import Setup, Swarm
+from phalanx.simulation.weather import Kind, Moment, Stalls, Weather, When
 
 _SIZES = (4, 4, 4, 5, 5, 5, 7, 7, 7, 10, 16)
 _MORE_ATTACKS = 0.3
@@ -56,6 +58,8 @@ class Scenario:
     links: dict[str, Any]
     skews: dict[int, tuple[float, float]]
     faults: tuple[Fault, ...]
+    weather: Stalls | None
+    """Honest peers that are cut off or stand still for a while, in the first half of the run."""
     away: int
     """How many honest peers may be out at the same time."""
     compute_time: float
@@ -118,6 +122,7 @@ def draw_scenario(seed: int, peers: int | None = None, steps: int | None = None,
         links=links,
         skews=_draw_skews(random, n + joiners),
         faults=tuple(sorted(faults, key=lambda fault: (fault.step, fault.delay))),
+        weather=_draw_weather(seed, n),
         away=c,
         compute_time=compute_time,
         rounding=1e-6 if settings.get("tolerance") is not None else 0.0,
@@ -215,6 +220,23 @@ def _draw_faults(
     return faults
 
 
+def _draw_weather(seed: int, n: int) -> Stalls | None:
+    """In a third of the runs honest peers hiccup. Splits and attackers do not wait for it, nor it for them."""
+    random = Random(f"{seed} weather")
+    if random.random() >= 1 / 3:
+        return None
+    longest = random.choice((5.0, 15.0, 60.0))
+    moments: list[When] = [*Moment, *Phase]
+    return Stalls(
+        rate=random.choice((0.3, 1.0)) / n,
+        lengths=(3.0, longest),
+        when=tuple(random.sample(moments, random.choice((1, 3)))),
+        kinds=(random.choice([*Kind]),),
+        group=random.choice((1, 1, 2)),
+        most=random.choice((1, 2, n)),
+    )
+
+
 def _draw_links(random: Random, delta: float) -> dict[str, Any]:
     draw = random.random
     limit = 0.9 * delta  # what is left is for clocks that run apart
@@ -275,6 +297,8 @@ def run_scenario(scenario: Scenario, checkers: bool = True, *, trace: bool = Tru
     swarm = make_swarm(scenario, trace=trace, log=log)
     watch = Checkers(swarm) if checkers else Checkers(swarm, ())
     director = _Director(scenario, swarm, watch)
+    if scenario.weather is not None:
+        Weather(swarm, scenario.weather, clears=scenario.settings["steps"] // 2)
     violations = watch.violations
     over = False
     try:
@@ -311,6 +335,8 @@ def compute_patience(scenario: Scenario) -> float:
     delta, work = settings["delta"], settings["gradient_time"] + settings["transfer_time"]
     usual = 60 * delta + 12 * work
     outages = sum(fault.delay + fault.length for fault in scenario.faults)
+    if scenario.weather is not None:
+        outages += settings["steps"] * (scenario.weather.lengths[1] * delta + _compute_retry(scenario))
     return float(
         settings["steps"] * usual + 4 * (scenario.peers + scenario.joiners) * _compute_retry(scenario) + outages
     )

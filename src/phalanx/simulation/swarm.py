@@ -76,6 +76,7 @@ class Swarm:
         trace: bool = False,
         log: TextIO | None = None,
         keep_events: bool = False,
+        count: bool = False,
     ) -> None:
         self.setup, self.seed = setup, seed
         signers, verify = make_signers(setup.founders + setup.joiners, seed, setup.ideal)
@@ -105,7 +106,7 @@ class Swarm:
             seed,
             links or Links(delta=0.9 * self.config.delta),
             wire=setup.wire,
-            count=False,
+            count=count,
             trace=trace,
             log=log,
             on_note=self._on_note,

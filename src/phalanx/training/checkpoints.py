@@ -7,6 +7,7 @@ state before this step and the last few, ``certificate.bin`` the members' signat
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -112,6 +113,14 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, model: Mapping[str, Tens
     return folder
 
 
+def make_folder(folder: Path) -> None:
+    """A folder for a run, if it is not there yet."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocalError(f"{folder}: cannot be a run's folder: {_explain(error)}; choose another with --out") from None
+
+
 def write_safely(path: Path, write: Callable[[Path], Any]) -> None:
     """Have something written beside ``path`` and put in its place when it is whole."""
     temporary = path.with_name(f".{path.name}")
@@ -119,6 +128,8 @@ def write_safely(path: Path, write: Callable[[Path], Any]) -> None:
         write(temporary)
         temporary.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise WriteFailed(f"{path}: could not be written: {_explain(error)}") from error
 
 
@@ -171,13 +182,18 @@ def _name_papers(papers: bytes) -> str:
 
 
 def find_latest(run: Path) -> Path | None:
-    """The last whole checkpoint of a run."""
-    found = sorted(path for path in (run / FOLDER).glob("[0-9]*") if path.is_dir() and path.name.isdigit())
+    """The last checkpoint of a run; it is whole unless it was altered."""
+    folder = run / FOLDER
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise LocalError(f"{folder}: expected a folder, in which a run keeps its checkpoints; remove it")
+    found = sorted((path for path in folder.glob("[0-9]*") if path.name.isdecimal()), key=lambda path: int(path.name))
     return found[-1] if found else None
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """A checkpoint, or :class:`LocalError` with what is wrong with it."""
+    if not folder.is_dir():
+        raise LocalError(f"{folder}: expected the folder of a checkpoint; remove it to use the one before")
     try:
         data = (folder / "memory.bin").read_bytes()
         papers = msgspec.msgpack.decode(data, type=_Papers)
@@ -188,7 +204,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         intact = step in states and _name_papers(data) == metadata["memory"]
         intact &= all(compute_state_digest(state).hex() == metadata[f"state {at}"] for at, state in states.items())
         history = _load(folder / "attackers.safetensors")[0] if (folder / "attackers.safetensors").exists() else {}
-    except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError, OverflowError) as error:
         explained = _explain(error)
         raise LocalError(f"{folder}: not a whole checkpoint ({explained}); remove it to use the one before") from None
     if not intact:

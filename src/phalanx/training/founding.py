@@ -20,11 +20,14 @@ from phalanx.core.crypto import compute_digest, parse_peer_id
 from phalanx.core.errors import LocalError
 from phalanx.core.randomness import derive_seed, gaussian_vector
 from phalanx.core.wire import WIRE_TYPES
+from phalanx.training.files import read_file
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.manifest import (
+    LOCAL_OPTIONS,
     NetworkManifest,
     NetworkSection,
     format_manifest,
+    parse_network_manifest,
 )
 from phalanx.training.optimizers import State, compute_state_digest, make_optimizer
 from phalanx.training.planning import make_plan
@@ -40,6 +43,8 @@ _TRANSFERS = 3.0  # a transfer so many times longer than the bandwidth allows
 _TIMED = 3  # gradients that are timed
 _QUORUMS = ("majority", "partition-safe")
 _MOST = 1 << 31
+MAX_CODE = 1 << 20
+"""Bytes of a task's file."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def make_network_manifest(
         byzantine=byzantine,
         validators=validators,
         steps=steps,
-        options=options,
+        options={name: value for name, value in (options or {}).items() if name not in LOCAL_OPTIONS},
         optimizer=optimizer,
         method=method,
         clip=clip,
@@ -139,7 +144,7 @@ def make_network_manifest(
         ),
     )
     manifest.make_config(manifest.founders, gradients.size, solo.start_digest).check()
-    return manifest
+    return parse_network_manifest(format_manifest(manifest), "the manifest")  # as others will read it
 
 
 def prepare(
@@ -252,9 +257,9 @@ def compute_code_digest(task: str) -> str | None:
     if not colon:
         return None
     try:
-        return compute_digest("code of a task", Path(file).read_bytes()).hex()
-    except OSError as error:
-        raise LocalError(f"task {task!r}: {file}: {error.strerror}") from None
+        return compute_digest("code of a task", read_file(Path(file), MAX_CODE, "code:")).hex()
+    except LocalError as error:
+        raise LocalError(f"task {task!r}: {error}") from None
 
 
 _COMMENTS = {

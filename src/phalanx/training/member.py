@@ -7,10 +7,11 @@ signed since, so that whoever was killed in the middle of a step never says anyt
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,10 +37,10 @@ from phalanx.network.journal import Journal
 from phalanx.network.live import Driver, Inbox
 from phalanx.network.transport import Limits, Transport
 from phalanx.training.allocation import return_freed_memory
-from phalanx.training.checkpoints import Checkpoint, find_latest, read_checkpoint
+from phalanx.training.checkpoints import Checkpoint, find_latest, make_folder, read_checkpoint
 from phalanx.training.gradients import describe_platform
 from phalanx.training.manifest import NetworkManifest
-from phalanx.training.recorder import EVENTS, Recorder
+from phalanx.training.recorder import EVENTS, Recorder, find_past, require_records
 from phalanx.training.shelf import SHELVED_FROM, Shelf
 from phalanx.training.solo import Solo
 
@@ -117,6 +118,20 @@ def make_halted(note: notes.Halted, peer: Peer, places: Mapping[bytes, int]) -> 
     )
 
 
+def make_limits(config: Config) -> Limits:
+    """What others may take of this machine in a run of these numbers."""
+    gradient = 4 * config.size
+    usual = Limits()
+    # Strangers get a gradient within the time for moving parts, or what they get of any small model.
+    rate = max(usual.strangers_rate, gradient / max(config.transfer_time, 1.0))
+    return replace(
+        usual,
+        bulk_queue=max(_LEAST_QUEUE, _GRADIENTS_QUEUED * gradient),
+        strangers_rate=rate,
+        turn_time=config.delta,
+    )
+
+
 class Member:
     """One peer of a run, in this process."""
 
@@ -134,9 +149,23 @@ class Member:
         self._halted = False
         self._say = settings.say
         self._sent, self._began = 0, time.monotonic()
-        settings.out.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(settings.out / JOURNAL, config.run)
-        self._recorder = self._make_recorder(evaluator)
+        make_folder(settings.out)
+        self._require_journal()
+        checkpoint = self._read_checkpoint()
+        self._journal = Journal(settings.out / JOURNAL, config.run, self._key)
+        try:
+            require_records(settings.out, None if self._journal.is_new else f"something signed in {JOURNAL}")
+            self._recorder = self._make_recorder(evaluator)
+            try:
+                self._recorder.require_run(config.run)
+                self._require_latest_journal(checkpoint)
+                self._announce_run(evaluator)
+            except BaseException:
+                self._recorder.close()
+                raise
+        except BaseException:
+            self._journal.close()
+            raise
         self._inbox = Inbox(_INBOX)
         self._inbox.awaited = set(config.founders) - {self._key}
         self._transport = Transport(
@@ -146,11 +175,11 @@ class Member:
             listen=settings.listen,
             announce=settings.announce,
             peers=settings.peers,
-            limits=Limits(bulk_queue=max(_LEAST_QUEUE, _GRADIENTS_QUEUED * config.size * 4)),
+            limits=make_limits(config),
         )
         for what, answerer in settings.answers.items():
             self._transport.answer(what, answerer)
-        self._peer = self._make_peer()
+        self._peer = self._make_peer(checkpoint)
         self._peer.revived = not self._journal.is_new
         self._shelf: Shelf | None = None
         if settings.shelf if settings.shelf is not None else 4 * config.size >= SHELVED_FROM:
@@ -216,25 +245,51 @@ class Member:
 
     # ---- Starting
 
+    def _require_journal(self) -> None:
+        """A peer that has been in the run signed something, or may have: without its journal it would sign anew."""
+        path = self._settings.out / JOURNAL
+        past = find_past(self._settings.out) if not os.path.lexists(path) else None
+        if past is not None:
+            raise LocalError(
+                f"{path}: missing, though there is {past}: this peer cannot know what it signed, and whoever signs "
+                "twice is banned; put its journal back, or take a new key and another folder"
+            )
+
+    def _require_latest_journal(self, checkpoint: Checkpoint | None) -> None:
+        """Whatever this peer signed, as far as its other files tell, is in its journal: else that is an older one."""
+        if self._settings.attack is not None:  # an attacker signs what it likes
+            return
+        epochs = checkpoint.memory.epochs if checkpoint is not None and checkpoint.memory is not None else ()
+        said = [message for epoch in epochs for phase in epoch.said for message in phase.messages]
+        for message in (*said, *self._recorder.said.values()):
+            if message.sender == self._key and not self._journal.holds(message):
+                raise LocalError(
+                    f"{self._settings.out / JOURNAL}: not the latest: this peer signed at height {message.height} "
+                    f"(step {message.step}) what is not in it, and whoever signs twice is banned; put the latest back, "
+                    "or take a new key and another folder"
+                )
+
     def _make_recorder(self, evaluator: Any) -> Recorder:
         settings, steps = self._settings, self._manifest.run.steps
         evaluate_every, checkpoint_every = settings.evaluate_every, settings.checkpoint_every
-        resumes = (settings.out / EVENTS).exists()
-        recorder = Recorder(
+        return Recorder(
             evaluator,
             steps=steps,
             evaluate_every=evaluate_every if evaluate_every is not None else max(1, steps // 40),
             checkpoint_every=min(checkpoint_every or max(1, steps // 20), _MOST_STEPS_BETWEEN),
             out=settings.out,
-            resume=resumes,
+            resume=(settings.out / EVENTS).exists(),
             on_event=settings.on_event,
             stop=lambda step: self._left,
             timed=True,
             holds_state=False,
         )
-        told = recorder.events
+
+    def _announce_run(self, evaluator: Any) -> None:
+        """Tell of the run: in the log if it is new, and whoever watches in any case."""
+        settings, told = self._settings, self._recorder.events
         if not told:
-            recorder.add(self._announce(evaluator))
+            self._recorder.add(self._announce(evaluator))
         elif settings.on_event is not None:  # who watches from now on should know what is going on
             for event in told:
                 if isinstance(event, events.RunStarted | events.Banned):
@@ -242,7 +297,6 @@ class Member:
         for event in told:
             if isinstance(event, events.Joined | events.Banned | events.Removed | events.Left):
                 self._index.setdefault(bytes.fromhex(event.key), len(self._index))
-        return recorder
 
     def _announce(self, evaluator: Any) -> events.RunStarted:
         run, config = self._manifest.run, self._config
@@ -272,14 +326,22 @@ class Member:
             clock="wall",
         )
 
-    def _make_peer(self) -> Peer:
-        """From the last checkpoint, or with the founders."""
+    def _read_checkpoint(self) -> Checkpoint | None:
+        """The last one, if this peer wrote any."""
         latest = find_latest(self._settings.out)
-        checkpoint = read_checkpoint(latest) if latest is not None else None
-        if checkpoint is None or checkpoint.memory is None:
-            return make_peer(self._config, self._key, Examiner(), None, self._journal.messages)
+        if latest is None:
+            return None
+        checkpoint = read_checkpoint(latest)
         if checkpoint.run != self._config.run:
             raise LocalError(f"{latest}: a checkpoint of another run; choose another folder for this one")
+        if self._key not in checkpoint.notes:
+            raise LocalError(f"{latest}: the checkpoint of another peer; choose another folder for this one")
+        return checkpoint
+
+    def _make_peer(self, checkpoint: Checkpoint | None) -> Peer:
+        """From the last checkpoint, or with the founders."""
+        if checkpoint is None or checkpoint.memory is None:
+            return make_peer(self._config, self._key, Examiner(), None, self._journal.messages)
         peer = make_peer(self._config, self._key, Examiner(), checkpoint.memory.view, self._journal.messages)
         recall(peer, checkpoint.memory, checkpoint.notes.get(self._key))
         state = checkpoint.states[checkpoint.step]
@@ -363,9 +425,9 @@ class Member:
             self._tell_joined(view)
         self._view = view
         self._told.add(("met",))
-        absent = (member.key for member in view.suspended)
+        absent = {member.key for member in view.suspended}
         known = {*view.roster, *self._view.roster, *absent, *(c.key for c in view.candidates)}
-        self._transport.set_circle(frozenset(known - {self._key}), frozenset(view.banned))
+        self._transport.set_circle(frozenset(known - {self._key}), frozenset(view.banned), frozenset(absent))
         if self._key in view.banned:
             self._banned = True
             self._driver.stop()

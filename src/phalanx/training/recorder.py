@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -14,14 +15,16 @@ from torch import Tensor
 from phalanx import events
 from phalanx.core.errors import LocalError, WriteFailed
 from phalanx.core.memory import Epoch
+from phalanx.core.messages import Signed
 from phalanx.events import Event, EventLog
-from phalanx.training.checkpoints import Checkpoint, write_checkpoint
+from phalanx.training.checkpoints import FOLDER, Checkpoint, find_latest, write_checkpoint
 from phalanx.training.gradients import Gradients
 from phalanx.training.optimizers import State, compute_state_digest
 
 EVENTS = "events.jsonl"
 TRANSCRIPT = "transcript.bin"
 _HEADER = 8
+_AT_ONCE = 1 << 20
 
 
 class Recorder:
@@ -43,6 +46,8 @@ class Recorder:
     ) -> None:
         self._holds_state = holds_state
         self._lock = _lock(out) if out is not None else None
+        self.said: dict[bytes, Signed] = {}
+        """The last message of each member in the transcript as it was found."""
         self._events: list[Event] = []
         self.state: State | None = None
         """Of the last checkpoint."""
@@ -56,8 +61,13 @@ class Recorder:
         self._log: EventLog | None = None
         self._transcript: FileIO | None = None
         if out is not None:
-            self._log = EventLog(out / EVENTS, resume=resume, timed=timed)
-            self._transcript = _open_transcript(out / TRANSCRIPT)
+            try:
+                require_records(out)
+                self._log = _open_log(out / EVENTS, resume, timed)
+                self._transcript, self.said = _open_transcript(out / TRANSCRIPT)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def events(self) -> list[Event]:
@@ -78,6 +88,16 @@ class Recorder:
                 self._lock.close()
         except OSError as error:
             raise WriteFailed(f"{self._out}: could not be written: {error.strerror or error}") from error
+
+    def require_run(self, run: bytes) -> None:
+        """What was found in the folder is of this run."""
+        told = self.events
+        strange = [EVENTS] if told and getattr(told[0], "run", None) != run.hex() else []
+        strange += [TRANSCRIPT] if any(message.run != run for message in self.said.values()) else []
+        if strange and self._out is not None:
+            raise LocalError(
+                f"{self._out / strange[0]}: of another run; put this run's own back, or choose another folder"
+            )
 
     def add(self, event: Event) -> None:
         if self._log is not None:
@@ -147,9 +167,31 @@ class Recorder:
             self.add(events.Interrupted(step))
 
 
+# ---- What is there already
+
+
+def require_records(out: Path, past: str | None = None) -> None:
+    """Log and transcript begin together, before anything happens: where there is a past, both are there."""
+    past = past or find_past(out)
+    for name in (EVENTS, TRANSCRIPT):
+        if past is not None and not os.path.lexists(out / name):
+            raise LocalError(
+                f"{out / name}: missing, though there is {past}; put it back, or go on without what it held after: "
+                f"touch {out / name}"
+            )
+
+
+def find_past(out: Path) -> str | None:
+    """What in a folder shows that a run was here, in words; None if nothing does."""
+    if find_latest(out) is not None:
+        return f"a checkpoint in {out / FOLDER}"
+    held = (out / name for name in (EVENTS, TRANSCRIPT))
+    return next((f"something in {path}" for path in held if path.is_file() and path.stat().st_size), None)
+
+
 def _lock(out: Path) -> FileIO:
     """A hold on a run's folder, for as long as the file is open."""
-    file = open(out / ".lock", "ab", buffering=0)  # noqa: SIM115
+    file = _open(out / ".lock", "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -158,25 +200,99 @@ def _lock(out: Path) -> FileIO:
     return file
 
 
-def _open_transcript(path: Path) -> FileIO:
-    """A transcript to go on with, without a record that was cut off in the middle."""
-    file = open(path, "ab", buffering=0)  # noqa: SIM115
-    with open(path, "rb") as records:
-        end = max((records.tell() for _ in _read_records(records)), default=0)
-    file.truncate(end)
+def _open(path: Path, mode: str) -> FileIO:
+    try:
+        file = FileIO(path, mode.replace("b", ""))
+    except OSError as error:
+        raise _make_unusable(path, error) from None
     return file
+
+
+def _make_unusable(path: Path, error: OSError) -> LocalError:
+    return LocalError(
+        f"{path}: {error.strerror or error}; expected a file that this user may read and write: "
+        "put it right, or choose another folder"
+    )
+
+
+def _open_log(path: Path, resume: bool, timed: bool) -> EventLog:
+    """The event log of a run, to go on with or new."""
+    try:
+        if resume:
+            _require_log(path)
+        return EventLog(path, resume=resume, timed=timed)
+    except OSError as error:
+        raise _make_unusable(path, error) from None
+
+
+def _require_log(path: Path) -> None:
+    """What is cut off at the end of a log is dropped; something else altogether should not be."""
+    with open(path, "rb") as lines:
+        if lines.read(1) not in (b"", b"{"):
+            raise LocalError(f"{path}: not an event log; put the run's own back, or choose another folder")
+
+
+def _open_transcript(path: Path) -> tuple[FileIO, dict[bytes, Signed]]:
+    """A transcript to go on with, without a record that was cut off in the middle, and each member's last message."""
+    file, end = _open(path, "ab"), 0
+    said: dict[bytes, Signed] = {}
+    try:
+        with open(path, "rb") as records:
+            for epoch, end in _read_epochs(path, records):  # noqa: B007
+                for message in (message for phase in epoch.said for message in phase.messages):
+                    if message.sender not in said or said[message.sender].height <= message.height:
+                        said[message.sender] = message
+        file.truncate(end)
+    except BaseException:
+        file.close()
+        raise
+    return file, said
 
 
 def read_transcript(path: Path) -> list[Epoch]:
     """All whole records of a transcript; one that was cut off in the middle ends it."""
-    with open(path, "rb") as records:
-        return [msgspec.msgpack.decode(data, type=Epoch) for data in _read_records(records)]
+    try:
+        with open(path, "rb") as records:
+            return [epoch for epoch, _ in _read_epochs(path, records)]
+    except OSError as error:
+        raise LocalError(f"{path}: {error.strerror or error}; expected the transcript of a run") from None
 
 
-def _read_records(records: BinaryIO) -> Iterator[bytes]:
-    while len(header := records.read(_HEADER)) == _HEADER:
-        size = int.from_bytes(header, "little")
-        data = records.read(size)
-        if len(data) < size:
-            return
-        yield data
+def _read_epochs(path: Path, records: BinaryIO) -> Iterator[tuple[Epoch, int]]:
+    """The records, and where each ends.
+
+    A kill cuts the last one off, and a power cut may leave zeros in its place. Anything else is damage, a length
+    included: whatever follows would be taken for cut off, and lost.
+    """
+    size, at = os.fstat(records.fileno()).st_size, 0
+    while at + _HEADER <= size:
+        length = int.from_bytes(records.read(_HEADER), "little")
+        start = at + _HEADER
+        data = records.read(min(length, size - start))
+        try:
+            epoch = msgspec.msgpack.decode(data, type=Epoch)
+        except msgspec.ValidationError:
+            raise _make_damaged(path, at) from None
+        except msgspec.DecodeError as error:
+            cut_off = length > size - start and "truncated" in str(error)
+            if cut_off or (length == 0 and _has_only_zeros(records)):
+                return
+            raise _make_damaged(path, at) from None
+        if length > size - start:  # it is whole, so this is not its length
+            raise _make_damaged(path, at)
+        at = start + length
+        yield epoch, at
+
+
+def _has_only_zeros(rest: BinaryIO) -> bool:
+    while data := rest.read(_AT_ONCE):
+        if data.strip(b"\0"):
+            return False
+    return True
+
+
+def _make_damaged(path: Path, at: int) -> LocalError:
+    return LocalError(
+        f"{path}: damaged at byte {at}, where the record of an attempt should be; put an unaltered copy in its place, "
+        f"or give up what follows with: truncate -s {at} {path}"
+    )

@@ -35,7 +35,7 @@ from phalanx.core.wire import WIRE_TYPES
 from phalanx.events import Event
 from phalanx.network.ideal import make_signers
 from phalanx.show.story import tell
-from phalanx.training.checkpoints import FOLDER, Checkpoint, find_latest, read_checkpoint, write_safely
+from phalanx.training.checkpoints import FOLDER, Checkpoint, find_latest, make_folder, read_checkpoint, write_safely
 from phalanx.training.founding import count_history, require_positive, require_whole
 from phalanx.training.gradients import Gradients, describe_platform
 from phalanx.training.machine import Workshop
@@ -240,7 +240,7 @@ def _run(
     config = manifest.make_config(keys, gradients.size, workshop.start_digest)
     _require_possible(manifest, config)
     if out is not None and not resumed:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         write_safely(out / MANIFEST, lambda path: path.write_text(format_manifest(manifest), encoding="utf-8"))
     recorder = Recorder(
         gradients,
@@ -262,6 +262,7 @@ def _run(
         told = recorder.events if resumed else []
         if told:
             _require_same(told[0], started, out)
+            recorder.require_run(config.run)
         else:
             recorder.add(started)
         if checkpoint is not None and checkpoint.run != config.run:

@@ -99,4 +99,5 @@ def _require_options(spec: str, make: Callable[..., Any], options: Mapping[str, 
             raise LocalError(f"task {spec!r}: has no option {name!r}; it has {', '.join(known) or 'none'}")
     missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
     if missing:
-        raise LocalError(f"task {spec!r}: needs the option {' and '.join(missing)}")
+        words = " ".join(f"--option {name}=..." for name in missing)
+        raise LocalError(f"task {spec!r}: needs the option {' and '.join(missing)}; give it with {words}")

@@ -23,6 +23,7 @@ from numpy.lib.npyio import NpzFile
 from torch import Generator, Tensor, nn
 
 from phalanx.core.errors import LocalError
+from phalanx.training.files import read_file
 from phalanx.training.task import Batch, Data, Task, accuracy, classification_loss
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,6 +33,9 @@ TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
 _SHAPE = (3, 32, 32)
 _RECORD = 1 + 3 * 32 * 32
+_MOST_BYTES = 1 << 26
+_MOST_PACKED = 1 << 29
+"""Of a file of records, and of what an archive holds when it is unpacked."""
 _MEAN = (0.4914, 0.4822, 0.4465)
 _DEVIATION = (0.2470, 0.2435, 0.2616)
 
@@ -154,9 +158,9 @@ def _make_data(images: Bytes, labels: Bytes, where: str) -> Data:
 
 def _read_records(path: Path) -> Bytes:
     try:
-        raw = np.frombuffer(path.read_bytes(), dtype=np.uint8)
-    except OSError as error:
-        raise LocalError(f"data: cannot read {path}: {error.strerror}; {_describe()}") from None
+        raw = np.frombuffer(read_file(path, _MOST_BYTES, "data:"), dtype=np.uint8)
+    except LocalError as error:
+        raise LocalError(f"{error}; {_describe()}") from None
     if len(raw) == 0 or len(raw) % _RECORD:
         raise LocalError(
             f"data: {path} is damaged: expected records of {_RECORD} bytes (30,730,000 in all), got {len(raw)} bytes"
@@ -170,7 +174,10 @@ def _split_records(records: Bytes, folder: Path) -> Data:
 
 def _load_packed(path: Path) -> tuple[Data, Data]:
     try:
-        with path.open("rb") as file:
+        with io.BytesIO(read_file(path, _MOST_PACKED, "data:")) as file:
+            with zipfile.ZipFile(file) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > _MOST_PACKED:
+                    raise ValueError(f"more than {_MOST_PACKED:,} bytes when unpacked")
             arrays = np.load(file, allow_pickle=False)
             if not isinstance(arrays, NpzFile):
                 raise ValueError("no archive of arrays")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
+from phalanx.training.files import read_file
 from phalanx.training.task import Data, Task
 from phalanx.training.tasks.transformer import (
     CONTEXT,
@@ -20,6 +21,8 @@ from phalanx.training.tasks.transformer import (
     next_byte_loss,
     pick_windows,
 )
+
+_MOST_BYTES = 1 << 24  # of one file
 
 
 def make_task() -> Task:
@@ -53,8 +56,8 @@ def load_source(folder: Path) -> tuple[Data, Data]:
     kept: dict[bool, list[bytes]] = {True: [], False: []}
     for path in sorted(folder.glob("*.py")):
         try:
-            text = path.read_bytes()
-        except OSError:
+            text = read_file(path, _MOST_BYTES, "source:")
+        except LocalError:
             continue
         kept[_is_for_testing(path.name)].append(text)
     if not kept[True] or not kept[False]:

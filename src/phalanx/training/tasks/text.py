@@ -8,6 +8,7 @@ nothing is downloaded. Sizes can be set with ``context``, ``width``, ``layers`` 
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from phalanx.core.errors import LocalError
+from phalanx.training.files import read_file
 from phalanx.training.task import Batch, Data, Task
 from phalanx.training.tasks.transformer import (
     CONTEXT,
@@ -29,6 +31,10 @@ from phalanx.training.tasks.transformer import (
 
 _MASK = 256  # the token after the bytes
 _IGNORED = -100
+_MOST_BYTES = 1 << 30
+"""Of all text together: it is held in memory."""
+_VECTORS = 5
+"""As long as the model that a peer holds in memory at once, at least."""
 _RECIPE = {
     "optimizer": "adamw",
     "rate": 3e-3,
@@ -49,6 +55,7 @@ def make_task(
     numbers = {name: _read_size(name, value) for name, value in sizes.items()}
     if numbers["width"] % numbers["heads"]:
         raise LocalError(f"task 'text': width {width} cannot be divided among {heads} heads")
+    _require_memory(**numbers)
     train, test = load_text(Path(data), numbers["context"])
     masked = model == "albert"
     if masked:
@@ -75,12 +82,13 @@ def load_text(path: Path, context: int) -> tuple[Data, Data]:
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise LocalError(f"data: expected *.txt files in the folder {path}; there are none")
-    train, test = [], []
+    train, test, left = [], [], _MOST_BYTES
     for file in files:
         try:
-            text = file.read_bytes()
-        except OSError as error:
-            raise LocalError(f"data: cannot read {file}: {error.strerror}; expected a text file or a folder") from None
+            text = read_file(file, left, "data:")
+        except LocalError as error:
+            raise LocalError(f"{error}; expected a text file or a folder, {_MOST_BYTES:,} bytes in all") from None
+        left -= len(text)
         border = len(text) - len(text) // 10
         train.append(cut_windows(text[:border], context, f"data: the first nine tenths of {file}"))
         test.append(cut_windows(text[border:], context, f"data: the last tenth of {file}"))
@@ -91,6 +99,17 @@ def _read_size(name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and 0 < int(value) <= 1 << 16):
         raise LocalError(f"task 'text': {name}: expected a whole number from 1 to 65536, got {value!r}")
     return int(value)
+
+
+def _require_memory(context: int, width: int, layers: int, heads: int) -> None:
+    """The sizes come with the manifest, from whoever founded the run: look before anything is taken."""
+    parameters = 12 * width * width * layers + (2 * _MASK + context) * width
+    needed, here = 4 * _VECTORS * parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        raise LocalError(
+            f"task 'text': a model of width {width} with {layers} layers needs {needed / 1e9:,.0f} GB of memory, and "
+            f"this machine has {here / 1e9:,.0f}; take a smaller one"
+        )
 
 
 # ---- Masked language model
