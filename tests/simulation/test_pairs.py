@@ -144,18 +144,19 @@ def test_no_pair_goes_where_there_is_no_margin(members: int, byzantine: int) -> 
 
 
 def test_a_pair_that_is_owed_goes_when_somebody_is_banned() -> None:
-    """Eight founders may not lose two; when an attacker is banned the floor falls by two, and the pair goes together."""
-    grudge = TakeAlong(start=1, plan={(3, 5): 1})
+    """Nine founders may not lose two; when an attacker is banned the floor falls by two, and the pair goes together."""
+    grudge = TakeAlong(start=1, plan={(3, 6): 1})
     cheat = Malformed(start=8)
-    swarm = make_swarm({5: grudge, 6: grudge, 7: cheat}, founders=8, byzantine=3, steps=14)
+    swarm = make_swarm({6: grudge, 7: grudge, 8: cheat}, founders=9, byzantine=3, steps=14)
     swarm.run(900.0, swarm.is_over)
     assert_unharmed(swarm, paired=1)
-    assert [*get_bans(swarm)] == [swarm.keys[7]], describe(swarm)
+    assert [*get_bans(swarm)] == [swarm.keys[8]], describe(swarm)
     views = list_views(swarm)
-    assert any(len(view.owed) == 1 and len(view.roster) == 8 for view in views), "before"
+    assert any(len(view.owed) == 1 and len(view.roster) == 9 for view in views), "before"
     gone = {event.key for event in get_events(swarm, Removed)}
     assert len(gone) == 2
     assert len(gone & swarm.byzantine) == 1
+    assert {event.reason for event in get_events(swarm, Removed)} == {"a pair that keeps naming each other"}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -216,10 +217,10 @@ def test_who_keeps_naming_itself_goes_alone(members: int, byzantine: int) -> Non
     }
 
 
-@pytest.mark.parametrize(("members", "byzantine"), [(4, 1), (7, 3)])
+@pytest.mark.parametrize(("members", "byzantine"), [(4, 1), (6, 2), (8, 3)])
 def test_who_keeps_naming_itself_is_borne_with_at_the_floor(members: int, byzantine: int) -> None:
     """No attempt is lost by it."""
-    swarm = make_swarm({members - 1: NamesItself(start=1)}, founders=members, byzantine=min(byzantine, (members - 2) // 2))
+    swarm = make_swarm({members - 1: NamesItself(start=1)}, founders=members, byzantine=byzantine)
     swarm.run(600.0, swarm.is_over)
     assert_unharmed(swarm)
     assert not get_events(swarm, Removed)
