@@ -24,10 +24,10 @@ from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import Broadcast, Heard, Keep, KeepMessages, Note, Story
 from phalanx.core.events import Banned, Diverged, Left, Removed, StepFinished, Waiting
 from phalanx.core.justice import (
-    LATE,
     Case,
     Decision,
     decide,
+    explain,
     find_distant,
     find_offenders,
     find_relief,
@@ -154,7 +154,7 @@ def wait(peer: Peer, decision: Decision) -> Story:
 def execute(before: View, decision: Decision, view: View) -> None:
     """Let a decision say who really goes: the floor may keep some in, strikes or an earlier decision may add some."""
     gone = {*before.roster} - {*view.roster} - {*view.banned}
-    decision.removed = {key: decision.removed.get(key, LATE) for key in sorted(gone)}
+    decision.removed = {key: decision.removed.get(key) or explain(before, key) for key in sorted(gone)}
 
 
 def find_vote_time(peer: Peer, agenda: tuple[Case, ...]) -> float:

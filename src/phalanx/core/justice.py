@@ -53,6 +53,8 @@ UNKNOWN = bytes(32)
 LEFT = "left"
 """The reason of a removal that the member itself asked for."""
 LATE = "late too often"
+PAIR = "a pair that keeps naming each other"
+PUT_OFF = "should have gone when the roster was too small for it"
 _UNHEARD = "accused without evidence"
 
 
@@ -113,6 +115,12 @@ class Decision:
         return Changes(
             frozenset(self.banned), frozenset(self.removed), late | self.late, frozenset(self.pairs), leaving
         )
+
+
+def explain(view: View, key: bytes) -> str:
+    """Why somebody goes whom this attempt did not blame: an earlier one did, or it has too many strikes."""
+    group = next((group for group in view.owed if key in group), ())
+    return (LATE, PUT_OFF, PAIR)[len(group)]
 
 
 def is_stuck(config: Config, view: View, decision: Decision) -> bool:
@@ -729,7 +737,7 @@ def _decide_complaints(config: Config, transcript: Transcript, decision: Decisio
             if len(pair) == 2:
                 one, other = sorted(pair)
                 decision.pairs.add((one, other))
-            reason = "a pair that keeps naming each other" if len(pair) == 2 else "keeps naming itself"
+            reason = PAIR if len(pair) == 2 else "keeps naming itself"
             for key in sorted(pair):
                 decision.remove(key, reason)
 
