@@ -416,6 +416,11 @@ class Continued(Optimizer):
     ) -> float:
         return self.inner.measure_deviation(state, deviation, gradient, self.before + step, sizes)
 
+    def find_deviation(
+        self, state: State, direction: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> Tensor:
+        return self.inner.find_deviation(state, direction, gradient, self.before + step, sizes)
+
 
 # ---- Arithmetic
 
