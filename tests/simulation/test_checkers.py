@@ -25,9 +25,9 @@ from phalanx.simulation.swarm import Setup, Swarm
 NOBODY = bytes(32)
 
 
-def make_watched(steps: int = 4, **settings: object) -> Checkers:
+def make_watched(steps: int = 4, founders: int = 5, **settings: object) -> Checkers:
     """A swarm of five, of whom the last may do anything, halfway through its run."""
-    setup = Setup(founders=5, settings={"byzantine": 1, "steps": 10, **settings}, attackers={4: Attack()})
+    setup = Setup(founders=founders, settings={"byzantine": 1, "steps": 10, **settings}, attackers={4: Attack()})
     checkers = Checkers(Swarm(setup, 3))
     checkers.swarm.run(1e6, lambda: checkers.step >= steps)
     return checkers
@@ -144,7 +144,8 @@ def test_removals_catch_an_honest_peer_that_was_up(watched: Checkers) -> None:
     assert rules(watched) == {"no honest peer is removed"}
 
 
-def test_removals_of_byzantine_peers_and_of_those_who_leave_are_fine(watched: Checkers) -> None:
+def test_removals_of_byzantine_peers_and_of_those_who_leave_are_fine() -> None:
+    watched = make_watched(founders=6)
     watched.swarm.leave(watched.swarm.keys[1])
     remove(watched, "left", 1, 4)
     assert watched.violations == []
@@ -156,7 +157,8 @@ def test_removals_after_an_outage_are_fine(watched: Checkers) -> None:
     assert watched.violations == []
 
 
-def test_an_eliminated_peer_takes_a_byzantine_one_along(watched: Checkers) -> None:
+def test_an_eliminated_peer_takes_a_byzantine_one_along() -> None:
+    watched = make_watched(founders=8)
     remove(watched, "a pair that keeps accusing each other", 1, 4)
     assert watched.violations == []
     remove(watched, "a pair that keeps accusing each other", 2, 3)

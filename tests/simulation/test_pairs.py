@@ -1,10 +1,11 @@
 """Attackers who take honest members along, one for one, do not become the majority of those who are left.
 
-Each of a pair that goes may come back, and nobody knows which of the two was Byzantine: what counts is how many are.
+A pair goes together or not at all, never below the floor, and each of the two comes back by itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -15,12 +16,14 @@ from test_strangers import make_swarm
 
 from phalanx.attacks import Attack, Insider
 from phalanx.attacks.base import Mail, change_body
+from phalanx.attacks.broadcast import Malformed
 from phalanx.core import messages as m
 from phalanx.core.effects import Broadcast, Effect, Sign
 from phalanx.core.envelope import seal
-from phalanx.core.events import AttemptStarted, Halted, Removed
-from phalanx.core.membership import View, compute_roster_digest, encode_view
+from phalanx.core.events import AttemptStarted, Halted, Removed, StepFinished
+from phalanx.core.membership import View, compute_floor, compute_roster_digest, encode_view
 from phalanx.core.messages import Message, Phase, Signed
+from phalanx.simulation.checkers import Agreement, Bounds, Checkers, Floor, Innocence, Returns
 from phalanx.simulation.swarm import Swarm
 
 
@@ -79,7 +82,7 @@ class TakeOver(TakeAlong):
             banned=tuple(sorted({*view.banned, victim})),
             order=tuple(key for key in view.order if key != victim),
         )
-        body = m.Outcome(0, True, (), (victim,), (), False, forged.digest)
+        body = m.Outcome(0, True, bytes(32), True, forged.digest)
         name = compute_roster_digest(view.roster)
         place = (insider.config.run, view.height, view.step, view.attempt, Phase.COMMIT, name)
         votes = tuple(seal(insider.plot.signers[key], *place, body) for key in crew)
@@ -91,9 +94,11 @@ def run_to_end(attack: Attack, founders: int, byzantine: int, steps: int, **opti
     """Attackers are the last founders. Nobody honest is banned, and all come to the end."""
     attackers = dict.fromkeys(range(founders - byzantine, founders), attack)
     swarm = make_swarm(attackers, founders=founders, byzantine=byzantine, steps=steps, **options)  # type: ignore[arg-type]
-    swarm.run(600.0, swarm.is_over)
+    watch = Checkers(swarm, (Floor, Returns, Bounds, Innocence, Agreement))
+    swarm.run(900.0, swarm.is_over)
+    watch.finish()
+    assert not watch.violations
     assert_unharmed(swarm, paired=founders)
-    assert not get_events(swarm, Halted)
     return swarm
 
 
@@ -101,42 +106,94 @@ def list_views(swarm: Swarm) -> list[View]:
     return [event.view for event in get_events(swarm, AttemptStarted)]
 
 
-@pytest.mark.parametrize(("members", "byzantine"), [(8, 3), (9, 3), (16, 7)])
-def test_those_who_are_left_go_on_when_the_last_attackers_fall_silent(members: int, byzantine: int) -> None:
-    """Two pairs go; with the bound of before, those who are left could not even say that somebody is silent."""
+def assert_floor(swarm: Swarm) -> None:
+    """Nothing that attackers do but being banned brings the members below the floor."""
+    for view in list_views(swarm):
+        inside = sum(key in swarm.byzantine for key in view.roster)
+        assert view.bound == min(swarm.config.byzantine, view.doubts)
+        assert len(view.roster) >= compute_floor(swarm.config, view.doubts)
+        assert inside <= view.bound < len(view.roster) - inside
+
+
+@pytest.mark.parametrize(("members", "byzantine"), [(8, 2), (11, 3)])
+def test_pairs_stop_at_the_floor_and_those_who_are_left_go_on(members: int, byzantine: int) -> None:
+    """As many attackers as there are name one honest member each. With ``3 b + 1 + m`` founders one pair has room."""
     honest = members - byzantine
-    rest = tuple((byzantine - 2 - less, honest - 2) for less in range(byzantine - 2))
-    attack = TakeAlong(start=1, plan={(byzantine, honest): 2}, silent=rest)
-    swarm = run_to_end(attack, members, byzantine, 25 - 2 * byzantine - 2)
+    attack = TakeAlong(start=1, plan={(byzantine, honest): byzantine})
+    swarm = run_to_end(attack, members, byzantine, 25)
+    assert not get_bans(swarm)
+    assert not get_events(swarm, Halted)
+    assert_floor(swarm)
     views = list_views(swarm)
-    assert any(len(view.roster) == honest - 2 for view in views), "the silent ones are gone"
-    assert any(len(view.pairs) == 2 for view in views)
+    assert min(len(view.roster) for view in views) == compute_floor(swarm.config, byzantine) + byzantine % 2
+    assert {len(pair) for view in views for pair in view.owed} == {2}, "the other pairs are on record, as pairs"
+    for event in get_events(swarm, Removed):
+        assert event.reason == "a pair that keeps naming each other"
+
+
+@pytest.mark.parametrize(("members", "byzantine"), [(6, 2), (8, 3), (16, 7)])
+def test_no_pair_goes_where_there_is_no_margin(members: int, byzantine: int) -> None:
+    attack = TakeAlong(start=1, plan={(byzantine, members - byzantine): byzantine})
+    swarm = run_to_end(attack, members, byzantine, 14)
+    assert not get_events(swarm, Removed)
+    assert {view.roster for view in list_views(swarm)} == {swarm.config.founders}
+    owed = list_views(swarm)[-1].owed
+    assert owed
+    for one, other in owed:
+        assert (one in swarm.byzantine) != (other in swarm.byzantine)
+
+
+def test_a_pair_that_is_owed_goes_when_somebody_is_banned() -> None:
+    """Nine founders may not lose two; when an attacker is banned the floor falls by two, and the pair goes together."""
+    grudge = TakeAlong(start=1, plan={(3, 6): 1})
+    cheat = Malformed(start=8)
+    swarm = make_swarm({6: grudge, 7: grudge, 8: cheat}, founders=9, byzantine=3, steps=14)
+    swarm.run(900.0, swarm.is_over)
+    assert_unharmed(swarm, paired=1)
+    assert [*get_bans(swarm)] == [swarm.keys[8]], describe(swarm)
+    views = list_views(swarm)
+    assert any(len(view.owed) == 1 and len(view.roster) == 9 for view in views), "before"
+    gone = {event.key for event in get_events(swarm, Removed)}
+    assert len(gone) == 2
+    assert len(gone & swarm.byzantine) == 1
+    assert {event.reason for event in get_events(swarm, Removed)} == {"a pair that keeps naming each other"}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_attackers_who_choose_who_comes_back_get_no_quorum(seed: int) -> None:
-    """(3, 5) -> (1, 3) -> (3, 3) -> (2, 2) -> (3, 2): with three of five they would ban whom they like."""
-    attack = TakeOver(start=1, plan={(3, 5): 2, (3, 3): 1})
-    swarm = run_to_end(attack, 8, 3, 60, seed=seed, probation=6)
+    """They sponsor nobody but their friends: ``b_t + 1`` honest sponsors are enough for all others."""
+    plan = {(3, honest): 3 for honest in range(5, 9)} | {(2, honest): 2 for honest in range(4, 9)}
+    attack = TakeOver(start=1, plan=plan)
+    swarm = run_to_end(attack, 11, 3, 60, seed=seed)
     assert not swarm.plot.notes.get("forged"), describe(swarm)
     assert not get_bans(swarm)
-    for view in list_views(swarm):
-        inside = sum(key in swarm.byzantine for key in view.roster)
-        assert inside <= view.bound < len(view.roster) - inside
+    assert_floor(swarm)
+    last = list_views(swarm)[-1]
+    away = {x.key: x for x in last.suspended if x.key in swarm.honest}
+    assert all(x.ready > last.step for x in away.values()), "whoever may be back is"
 
 
 @pytest.mark.parametrize("seed", [2, 3, 4])
 def test_who_comes_back_first_does_not_take_one_after_another_along(seed: int) -> None:
-    attack = TakeAlong(start=1, plan={(2, 4): 1, (2, 3): 1}, silent=((1, 2), (2, 2)))
-    swarm = run_to_end(attack, 6, 2, 100, seed=seed, probation=6)
-    assert sum(len(view.pairs) == 1 for view in list_views(swarm)) > 0
+    """An attacker that takes one honest member along each time that it is back is away four, eight, .. steps itself."""
+    plan = {(attackers, honest): 1 for attackers in (1, 2) for honest in range(4, 7)}
+    swarm = run_to_end(TakeAlong(start=1, plan=plan), 8, 2, 100, seed=seed)
+    assert_floor(swarm)
+    for key in swarm.byzantine:
+        gone = sorted({event.step for event in get_events(swarm, Removed) if event.key == key})
+        for count, (first, second) in enumerate(itertools.pairwise(gone), 1):
+            assert second - first >= min(40, 2**count) + 2, "away, and three complaints"
+    for key in swarm.honest:  # never one after another: on average few are out
+        out = sum(key not in view.roster for view in (event.view for _, event in swarm.events[key] if isinstance(event, StepFinished)))
+        assert out <= 45
 
 
 @pytest.mark.parametrize("seed", [4, 5])
-def test_with_the_safe_quorum_one_attacker_does_not_come_back_alone(seed: int) -> None:
-    attack = TakeAlong(start=1, plan={(1, 3): 1}, silent=((1, 2),))
-    swarm = run_to_end(attack, 4, 1, 80, seed=seed, probation=6, partition_safe=True)
-    assert any(len(view.pairs) == 1 for view in list_views(swarm))
+def test_with_the_safe_quorum_the_floor_is_higher(seed: int) -> None:
+    plan = {(2, 6): 1, (2, 7): 1, (1, 6): 1}
+    swarm = run_to_end(TakeAlong(start=1, plan=plan), 9, 2, 40, seed=seed, partition_safe=True)
+    assert_floor(swarm)
+    assert min(len(view.roster) for view in list_views(swarm)) == 7
 
 
 @dataclass(kw_only=True, eq=False)
@@ -150,7 +207,7 @@ class NamesItself(Attack):
         return sign
 
 
-@pytest.mark.parametrize(("members", "byzantine"), [(4, 1), (7, 2), (16, 7)])
+@pytest.mark.parametrize(("members", "byzantine"), [(5, 1), (8, 2), (17, 7)])
 def test_who_keeps_naming_itself_goes_alone(members: int, byzantine: int) -> None:
     swarm = make_swarm({members - 1: NamesItself(start=1)}, founders=members, byzantine=byzantine, steps=10)
     swarm.run(600.0, swarm.is_over)
@@ -158,4 +215,14 @@ def test_who_keeps_naming_itself_goes_alone(members: int, byzantine: int) -> Non
     assert {(event.key, event.reason) for event in get_events(swarm, Removed)} == {
         (swarm.keys[-1], "keeps naming itself")
     }
-    assert not any(view.pairs for view in list_views(swarm))
+
+
+@pytest.mark.parametrize(("members", "byzantine"), [(4, 1), (6, 2), (8, 3)])
+def test_who_keeps_naming_itself_is_borne_with_at_the_floor(members: int, byzantine: int) -> None:
+    """No attempt is lost by it."""
+    swarm = make_swarm({members - 1: NamesItself(start=1)}, founders=members, byzantine=byzantine)
+    swarm.run(600.0, swarm.is_over)
+    assert_unharmed(swarm)
+    assert not get_events(swarm, Removed)
+    views = list_views(swarm)
+    assert not any(view.failed for view in views)

@@ -28,7 +28,7 @@ from phalanx.core.crypto import Signer
 from phalanx.core.effects import Sign
 from phalanx.core.envelope import open_body, seal
 from phalanx.core.errors import LocalError
-from phalanx.core.events import Banned, Halted, Removed, Resumed, RunFinished, StepFinished
+from phalanx.core.events import Banned, Halted, Removed, Resumed, RunFinished, StepFinished, Waiting
 from phalanx.core.membership import View
 from phalanx.core.messages import Confirm, Message, Phase, Rule, Signed
 from phalanx.core.verification import sum_bound
@@ -137,22 +137,28 @@ def run_half(side: tuple[int, ...], *, founders: int, byzantine: int, safe: bool
 
 
 def test_strict_majority_forks_if_attackers_talk_to_both_sides() -> None:
-    one, two = (run_half(side, founders=5, byzantine=1, safe=False) for side in ((0, 1), (2, 3)))
-    first, second = get_end(one, 0), get_end(two, 2)
+    """Where each side is as many as the floor. In a smaller swarm neither is, and both wait."""
+    one, two = (run_half(side, founders=7, byzantine=1, safe=False) for side in ((0, 1, 2), (3, 4, 5)))
+    first, second = get_end(one, 0), get_end(two, 3)
     assert one.config.run == two.config.run
     assert first.step == second.step == 5
-    assert set(first.roster) & set(second.roster) == {one.keys[4]}
+    assert set(first.roster) & set(second.roster) == {one.keys[6]}
     assert first.state != second.state
     assert not find(one, Halted)
     assert not find(two, Halted)
-
-
-def test_partition_safe_quorum_does_not_fork() -> None:
     for side in ((0, 1), (2, 3)):
-        swarm = run_half(side, founders=5, byzantine=1, safe=True)
+        swarm = run_half(side, founders=5, byzantine=1, safe=False)
         assert find(swarm, Halted, *side)
         assert not find(swarm, RunFinished, *side)
         assert {event.view.roster for event in find(swarm, StepFinished, *side).values()} == {swarm.keys[:5]}
+
+
+def test_partition_safe_quorum_does_not_fork() -> None:
+    for side in ((0, 1, 2), (3, 4, 5)):
+        swarm = run_half(side, founders=7, byzantine=1, safe=True)
+        assert find(swarm, Halted, *side)
+        assert not find(swarm, RunFinished, *side)
+        assert {event.view.roster for event in find(swarm, StepFinished, *side).values()} == {swarm.keys[:7]}
 
 
 def test_without_a_quorum_all_halt_and_resume_when_healed() -> None:
@@ -173,15 +179,24 @@ def test_without_a_quorum_all_halt_and_resume_when_healed() -> None:
 
 
 def test_more_outages_than_promised_halt_the_run_and_break_nothing() -> None:
-    """Two attackers are silent, one honest member may be out. With two out, nothing moves until one is back."""
-    attackers = {5: Mute(start=1), 6: Mute(start=1)}
-    swarm = make_swarm(7, attackers, byzantine=2, steps=5)
+    """Two attackers are silent, one honest member may be out: ``n - 3 b - 1 - m``. With two out, nothing moves until one
+    is back, and all say for whom they wait."""
+    attackers = {7: Mute(start=1), 8: Mute(start=1)}
+    swarm = make_swarm(9, attackers, byzantine=2, steps=5)
     checkers = Checkers(swarm)
     for number in (0, 1):
         swarm.world.at(6.0, lambda number=number: swarm.crash(swarm.keys[number]))  # type: ignore[misc]
     swarm.run(300.0, swarm.is_over)
-    assert len(find(swarm, Halted, 2, 3, 4)) >= 3
+    assert len(find(swarm, Halted, 2, 3, 4, 5, 6)) >= 5
+    missing = set(swarm.keys[:2]) | swarm.byzantine
+    for key in swarm.keys[2:7]:
+        halts = [event for _, event in swarm.events[key] if isinstance(event, Halted)]
+        waits = [event for _, event in swarm.events[key] if isinstance(event, Waiting)]
+        assert set(halts[-1].missing) == missing - {x.key for x in checkers.latest.suspended}  # type: ignore[union-attr]
+        assert set(waits[-1].missing) <= missing
     assert checkers.step < 5
+    assert set(swarm.keys[2:7]) <= set(checkers.latest.roster)  # type: ignore[union-attr]
+    assert len(checkers.latest.roster) >= 6, "the floor"  # type: ignore[union-attr]
     swarm.restart(swarm.keys[0])
     finish(swarm)
     checkers.finish()
@@ -392,13 +407,22 @@ def test_attackers_delay_every_phase_for_nothing() -> None:
 
 
 def test_attacker_takes_one_honest_member_along() -> None:
-    """It keeps naming one whose part it has got: the pair goes, and nobody else."""
-    swarm = finish(make_swarm(7, {6: OneGrudge()}, byzantine=2, steps=8))
-    removed = find(swarm, Removed, *(number for number in range(6) if swarm.keys[number] in get_end(swarm, 0).roster))
+    """It keeps naming one whose part it has got: the pair goes, and nobody else; where the floor forbids it, nobody."""
+    swarm = finish(make_swarm(8, {7: OneGrudge()}, byzantine=2, steps=12))
+    removed = find(swarm, Removed)
     assert len(removed) == 2
-    assert 6 in removed
+    assert 7 in removed
     assert {event.reason for event in removed.values()} == {"a pair that keeps naming each other"}
     assert not find(swarm, Banned)
+    (victim,) = {*removed} - {7}
+    views = [event.view for _, event in swarm.events[swarm.keys[0]] if isinstance(event, StepFinished)]
+    gone = [view.step for view in views if swarm.keys[victim] not in view.roster]
+    assert gone[:1] == [gone[1] - 4] == [3], "its first absence ends at the next boundary"
+    assert gone[1:] == [7, 8, 9], "the second after four steps"
+    assert swarm.keys[victim] in get_end(swarm, 0).roster
+    low = finish(make_swarm(7, {6: OneGrudge()}, byzantine=2, steps=12))
+    assert not find(low, Removed)
+    assert [len(pair) for pair in get_end(low, 0).owed] == [2], "it is on record"
 
 
 @dataclass(kw_only=True, eq=False)

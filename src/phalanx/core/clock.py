@@ -28,8 +28,8 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
     clock, view = peer.clock, peer.view
     if phase is Phase.COMMIT:  # the next gradient began with the last REVEAL
         clock.begun, clock.revealed = clock.revealed, None
-    if not peer.transcript.settled.isdisjoint((height, height - 1)):
-        return
+    if phase is Phase.WAIT or not peer.transcript.settled.isdisjoint((height, height - 1)):
+        return  # a wait at the floor is no pace
     begins = _find_begins(peer) if phase is Phase.COMMIT else {}
     offsets = {
         place: max(0.0, page.times[key] - begins.get(key, peer.entered))

@@ -25,12 +25,13 @@ from phalanx.core.crypto import compute_digest
 from phalanx.core.effects import Broadcast, Heard, Keep, KeepMessages, Note, Story
 from phalanx.core.events import Banned, Diverged, Left, Removed, StepFinished, Waiting
 from phalanx.core.justice import (
-    LATE,
     Case,
     Decision,
     decide,
+    explain,
     find_distant,
     find_offenders,
+    find_relief,
     follow_resolution,
     is_changed,
     is_received,
@@ -109,7 +110,9 @@ def conclude(peer: Peer, state: bytes) -> Story:
                 return (yield from abort(peer, offenders))
         decision = decide(config, transcript, agenda, peer.cases)
         if heard and decision.wrong and is_stuck(config, peer.view, decision):
-            yield from wait(peer, decision.removed)  # vote again: evidence that is to be had comes in the end
+            ending = yield from wait(peer, decision)  # else vote again: evidence that is to be had comes in the end
+            if ending is not None:
+                return ending
             continue
         more = make_agenda(config, transcript, peer.cases, len(transcript.heard) + 1) if heard else agenda
         if len(more) == len(agenda):
@@ -152,16 +155,31 @@ def vote(peer: Peer, agenda: tuple[Case, ...]) -> Story:
     return offenders
 
 
-def wait(peer: Peer, missed: Iterable[bytes]) -> Story:
-    """Say for whom the run waits, which it could not go on without."""
+def wait(peer: Peer, decision: Decision) -> Story:
+    """WAIT: the floor lets nobody go that should. Returns how the attempt ends if enough are back to do without them.
+
+    Otherwise what was to be said is said again. Nobody hurries: what is waited for takes time.
+    """
+    config = peer.config
     if peer.member:
-        yield Note(Waiting(peer.view.step, peer.level + 1, tuple(sorted(missed))))
+        yield Note(Waiting(peer.view.step, peer.level + 1, tuple(sorted(decision.removed))))
+    yield from fetch(peer, lambda: False, tuple, peer.time + 4 * config.delta)
+    back = tuple(sorted(filter(peer.is_back, peer.absent)))[: m.MAX_MEMBERS]
+    yield from agree(peer, Phase.WAIT, m.Wait(back), work=4 * config.delta)
+    offenders = find_offenders(config, peer.transcript, Phase.WAIT)
+    if offenders.banned:
+        return (yield from abort(peer, offenders))
+    coming = find_relief(config, peer.transcript, decision)
+    if coming is None:
+        return None
+    decision.coming = coming
+    return (yield from abort(peer, decision))
 
 
 def execute(before: View, decision: Decision, view: View) -> None:
     """Let a decision say who really goes: the floor may keep some in, strikes or an earlier decision may add some."""
     gone = {*before.roster} - {*view.roster} - {*view.banned}
-    decision.removed = {key: decision.removed.get(key, LATE) for key in sorted(gone)}
+    decision.removed = {key: decision.removed.get(key) or explain(before, key) for key in sorted(gone)}
 
 
 def find_vote_time(peer: Peer, agenda: tuple[Case, ...]) -> float:

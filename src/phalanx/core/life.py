@@ -17,7 +17,7 @@ from phalanx.core.effects import AdoptState, Broadcast, HasState, Keep, Note, Se
 from phalanx.core.envelope import Examiner
 from phalanx.core.events import Banned, Jumped, MarginLost, Removed, RunFinished, StepFinished, Synced
 from phalanx.core.handlers import HANDLERS, ask_back
-from phalanx.core.justice import LATE, Offence
+from phalanx.core.justice import Offence, explain
 from phalanx.core.membership import compute_margin, decode_view, encode_view, is_another_electorate, make_genesis
 from phalanx.core.messages import Message, Rule
 from phalanx.core.peer import Lost, Peer, StateFetch
@@ -99,7 +99,7 @@ def announce_lost(peer: Peer, lost: Lost) -> Story:
         offence = epoch.offences.get(key) or find_equivocation(peer, epoch, key, lost)
         yield Note(Banned(key, offence.rule, offence.step, view.step, offence.reason, offence.evidence, offence.case))
     for key in sorted(set(epoch.view.roster) - set(view.roster) - set(view.banned)):
-        yield Note(Removed(key, view.step, epoch.removals.get(key, LATE)))
+        yield Note(Removed(key, view.step, epoch.removals.get(key) or explain(epoch.view, key)))
 
 
 def find_equivocation(peer: Peer, epoch: Transcript, key: bytes, lost: Lost) -> Offence:

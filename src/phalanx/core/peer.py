@@ -322,6 +322,13 @@ class Peer:
         self.asked = {request for request in self.asked if request[1] >= old}
         self.partial = {place: assembly for place, assembly in self.partial.items() if place[1] >= old}
 
+    def forget_heights(self) -> None:
+        """In an attempt that goes on and on, while it waits: what is said again and again is not all kept."""
+        oldest = self.level - _PAST_HEIGHTS
+        if oldest > self.view.height and oldest % _PAST_HEIGHTS == 0:
+            for table in (self.pages, self.transcript.heights):
+                _drop(table, [height for height in table if self.view.height < height < oldest])
+
     def is_back(self, key: bytes) -> bool:
         """Whether a suspended member has shown lately that it is there and holds the state."""
         letter = self.joins.get(key)

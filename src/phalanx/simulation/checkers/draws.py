@@ -11,7 +11,7 @@ from phalanx.core.crypto import Domain
 from phalanx.core.events import (
     RunFinished,
 )
-from phalanx.core.membership import View, compute_duties, draw_targets
+from phalanx.core.membership import View, compute_duties, draw_targets, find_last
 from phalanx.core.messages import Phase
 from phalanx.simulation.checkers.base import Checker, Checkers, name
 from phalanx.simulation.checkers.verdicts import Justice
@@ -34,9 +34,10 @@ class Draws(Checker):
             return
         for (at, _), transcript in peer.transcripts.items():
             if at == before.step and transcript.randomness is not None and Phase.REPORT in transcript.phases:
-                past = [x for (step, _), x in sorted(peer.transcripts.items()) if step == at - 1]
-                if past:
-                    contributors = compute_duties(self.config, past[-1].view).contributors
+                last = find_last(before, at - 1)
+                past = peer.transcripts.get((at - 1, last.attempt)) if last is not None else None
+                if past is not None:  # who was away may know of another attempt only
+                    contributors = compute_duties(self.config, past.view).contributors
                     drawn = draw_targets(transcript.randomness, contributors, self.config.validators)
                     self.drawn.setdefault(at, set()).update(drawn)
         if view.step == before.step + 1:
