@@ -13,6 +13,7 @@ from statistics import median_low
 
 from phalanx.core import messages as m
 from phalanx.core.checking import find_fetch_time
+from phalanx.core.config import Config
 from phalanx.core.messages import Phase, Verdict
 from phalanx.core.pace import SHARE, Lags, measure
 from phalanx.core.peer import Peer
@@ -36,7 +37,7 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
         for place, key in enumerate(view.roster)
         if key != peer.key and key in page.times
     }
-    slack = 2 * peer.config.delta + peer.config.transfer_time if phase is Phase.VOTE else 0.0  # evidence may be late
+    slack = _find_vote_slack(peer.config) if phase is Phase.VOTE else 0.0
     if phase is Phase.COMMIT:
         clock.usual = median_low(offsets.values()) if offsets else 0.0
         allowed = _find_arrivals(peer)
@@ -92,6 +93,11 @@ def find_turn(peer: Peer) -> float:
     """Seconds after which what is late is asked for, once most is here."""
     turn, pace = 4 * peer.clock.watch.hop, peer.view.pace
     return min(peer.config.delta / _SOON, max(turn, pace // SHARE) / 1000 if pace else math.inf)
+
+
+def _find_vote_slack(config: Config) -> float:
+    """Seconds that a member may need before VOTE for evidence, or bytes, that others did not have to wait for."""
+    return 2 * config.delta + config.transfer_time + find_fetch_time(config)
 
 
 def _measure(

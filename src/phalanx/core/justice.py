@@ -885,9 +885,10 @@ def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> 
     debts = settle_debts({x.key: x.count for x in view.debts}, charges, find_leak(pace))
     limit = find_limit(config.delta, config.transfer_time, pace)
     gone = {*decision.banned, *decision.removed}
+    counts = {record.key: record.count for record in view.absences}
     for key in find_debtors(debts, [key for key in roster if key not in gone], limit, view.bound):
         debt = debts[key]
-        debts[key] = limit_stay(debt, charges.get(key, 0), limit)
+        debts[key] = limit_stay(debt, charges.get(key, 0), limit, find_leak(pace), counts.get(key, 0) + 1)
         decision.remove(key, tell_debt(charges.get(key, 0), debt, limit))
         decision.slow.add(key)
     gone = {*decision.banned, *decision.removed}

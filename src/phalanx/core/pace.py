@@ -29,7 +29,7 @@ member has them with ``b_t`` attackers, and perhaps over one bad line; who has m
 agreed step. A member that owes more than ``find_limit`` is suspended, and comes back when it owes no more. Debts shrink
 outside as well, so a member that has cost an hour stays away until that hour, too, is a tenth of what the run took
 since. One honest pause costs no more than the limit; a machine that pauses once too often is back as soon as one that
-is silent too often, after 40 steps at most (:func:`limit_stay`).
+is silent too often, after ``LONGEST_STAY`` steps at most (:func:`limit_stay`).
 
 What follows, for ``n >= 3 b_t + 1``, while messages arrive within ``delta`` (``tests/core/test_pace.py``):
 
@@ -58,6 +58,8 @@ _MOST_EXCUSED = 4
 """Steps' worth of waiting for others that a member may name as its excuse in one step."""
 _GROWTH = (5, 4)
 """The agreed step grows by this factor in one step, no faster: or one long step would make the next one cheap."""
+LONGEST_STAY = 40
+"""Steps that a member stays away at most if each step of its own cost no more than the limit."""
 RIFT_STEPS = 100
 """For how many steps a rift lasts."""
 _BAD_LINES = 1
@@ -306,13 +308,14 @@ def find_debtors(debts: Mapping[bytes, int], roster: Collection[bytes], limit: i
     return tuple(over[:bound])
 
 
-def limit_stay(debt: int, charge: int, limit: int) -> int:
-    """What a member owes once it is suspended for it: the limit, or what it cost in this step alone.
+def limit_stay(debt: int, charge: int, limit: int, leak: int, absences: int) -> int:
+    """What a member owes once it is suspended for it: no more than it cost in this step alone, or makes up for soon.
 
-    One honest pause costs no more than the limit. Who pauses too often stays away as long as who is silent too often
-    does: an absence is counted for either.
+    One honest pause costs no more than the limit. Who pauses once too often stays away for 10 steps, then 20, then 40;
+    ``absences`` counts this one, and those that are not forgiven.
     """
-    return min(debt, max(limit, charge))
+    stay = min(LONGEST_STAY, 5 << min(absences, 8))
+    return min(debt, max(limit + stay * leak, charge))
 
 
 def may_return(debt: int, limit: int) -> bool:
