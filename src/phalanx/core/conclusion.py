@@ -280,6 +280,7 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
 def settle_view(peer: Peer) -> Story:
     """COMMIT is complete: everybody starts from this view, and what the step before led to is settled for ever."""
     fresh, peer.base = peer.base != peer.view, peer.view
+    peer.shorten_links(peer.view, next(iter(peer.transcript.phases.values())))
     if fresh:
         yield Keep(encode_view(peer.view), peer.view.height)
     if peer.riding:
