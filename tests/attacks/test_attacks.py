@@ -41,7 +41,7 @@ HARMLESS, REMOVED = Fate(("-",)), Fate(("removed",))
 E1, E2, E3, E4, V2 = (Fate((rule,)) for rule in ("E1", "E2", "E3", "E4", "V2"))
 V1, V4 = Fate(("V1",)), Fate(("V4",))
 E1_OR_E2 = Fate(("E1", "E2", "E1+E2"))  # the second share is wrong as well
-PAIR = Fate(("removed",), removable=2)
+SLOW = Fate(("removed", "-"))  # it pays in time, and is suspended for it if that is too much
 CAUGHT = Fate(("V4", "-"))  # if a validator was drawn in time
 
 FATES: dict[str, Fate] = {
@@ -62,17 +62,17 @@ FATES: dict[str, Fate] = {
     "false_norm": Fate(("V1",)),
     "framing": HARMLESS,
     "nonfinite_aggregate": Fate(("E4", "V2")),
-    "withheld_parts_from_one": PAIR,
-    "withheld_parts": REMOVED,
+    "withheld_parts_from_one": SLOW,
+    "withheld_parts": SLOW,
     "withheld_parts_from_one_for_good": REMOVED,
     "withheld_parts_for_good": REMOVED,
     "wrong_openings": E3,
     "withheld_aggregate_from_one": HARMLESS,
     "withheld_aggregate_from_some": HARMLESS,
     "withheld_aggregate": REMOVED,
-    "false_complaint": PAIR,
+    "false_complaint": SLOW,
     "stubborn_complaint": REMOVED,
-    "complaint_spam": REMOVED,
+    "complaint_spam": SLOW,
     "deaf_to_parts": REMOVED,
     "deaf_to_aggregates": REMOVED,
     "equivocate": E1,
@@ -105,7 +105,7 @@ FATES: dict[str, Fate] = {
     "silent_abort": HARMLESS,
     "silent_to_one": HARMLESS,
     "silent_to_most": HARMLESS,
-    "late": HARMLESS,
+    "late": SLOW,
     "too_late": REMOVED,
     "premature_timeouts": HARMLESS,
     "replay": HARMLESS,
@@ -164,8 +164,8 @@ TOGETHER: dict[str, tuple[Fate, Fate]] = {
     "silent_seal+false_accusation_gradient": (REMOVED, V4),
     "equivocate_abort+wrong_reveal": (Fate(("E1", "-")), E2),
     "silent_abort+wrong_reveal": (REMOVED, E2),
-    "equivocate_aggregate_again+false_complaint": (Fate(("E1", "E1+E4")), PAIR),
-    "silent_aggregate_again+false_complaint": (REMOVED, PAIR),
+    "equivocate_aggregate_again+false_complaint": (Fate(("E1", "E1+E4")), SLOW),
+    "silent_aggregate_again+false_complaint": (REMOVED, SLOW),
     "equivocate_report_again+deaf_to_aggregates": (E1, REMOVED),
     "silent_report_again+deaf_to_aggregates": (REMOVED, REMOVED),
     "late_second_value+silent_aggregate": (E1, REMOVED),
