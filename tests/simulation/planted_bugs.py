@@ -6,12 +6,14 @@ other code until the edits are taken back; nothing in ``src`` knows of it. With 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -179,6 +181,13 @@ class TwoComplaints(FalseComplaints):
 
 
 @dataclass(kw_only=True, eq=False)
+class OneComplaint(FalseComplaints):
+    """Quarrels with one honest member."""
+
+    count: int | None = 1
+
+
+@dataclass(kw_only=True, eq=False)
 class Laggard(Late):
     """A little too late in some phases, so that everybody says so, but never silent."""
 
@@ -287,6 +296,8 @@ class Run:
     joiners: int = 0
     rounding: float = 0.0
     latency: tuple[float, float] = (0.05, 0.5)
+    away: int = 0
+    """How many honest peers may be out at the same time."""
 
     def make(self) -> Scenario:
         scenario = draw_scenario(self.seed, self.peers, self.steps, self.attack)
@@ -303,6 +314,7 @@ class Run:
             links=links,
             skews={},
             faults=self.faults,
+            away=self.away,
             wire=False,
             joiners=self.joiners,
             rounding=self.rounding,
@@ -409,7 +421,7 @@ bug(
 )
 bug(
     "one round too few",
-    ("_exchange_items", "end = start + (view.bound + 1) * length", "end = start + view.bound * length"),
+    ("_exchange_items", "end = start + max(2, view.bound + 1) * length", "end = start + view.bound * length"),
     peers=6,
     steps=3,
     attackers=(f"{HERE}:LateToHalf+votes_to_some", "silent_aggregate+votes_to_some"),
@@ -441,6 +453,7 @@ bug(
     steps=6,
     attackers=(),
     settings={"byzantine": 0},
+    away=2,
     faults=(Fault(1, 0.5, "split", (0, 1), 80.0),),
 )
 bug(
@@ -452,7 +465,7 @@ bug(
 )
 bug(
     "strikes are never counted",
-    ("remove_members", "strikes=_count(view.strikes, changes.late, gone)", "strikes=view.strikes"),
+    ("change_members", "strikes = _count(view.strikes, changes.late, changes.banned)", "strikes = view.strikes"),
     peers=5,
     steps=11,
     attackers=(f"{HERE}:Laggard",),
@@ -480,7 +493,7 @@ bug(
     steps=4,
     attackers=(),
     joiners=1,
-    settings={"outages": 1},
+    away=1,
     faults=(Fault(1, 0.5, "join", (5,)), Fault(1, 3.75, "crash", (0,), 0.1, 0.0)),
 )
 bug(
@@ -493,7 +506,7 @@ bug(
     peers=5,
     steps=3,
     attackers=(),
-    settings={"outages": 1},
+    away=1,
     faults=(Fault(1, 0.25, "crash", (0,), 0.1, 0.0),),
 )
 bug(
@@ -575,7 +588,7 @@ bug(
 )
 bug(
     "a retry draws other targets",
-    ("note_targets", "dict.fromkeys((*view.carried, *targets))", "dict.fromkeys(targets)"),
+    ("note_draw", "carried=_add_targets(view.carried, tuple(targets))", "carried=tuple(targets)"),
     peers=7,
     steps=6,
     attackers=("wrong_aggregate@1", "wrong_aggregate@2"),
@@ -749,10 +762,14 @@ bug(
     attackers=("false_accusation_gradient",),
 )
 bug(
-    "those who left are not checked",
-    ("remove_members", "for key in going if key in attempt.contributors}", "for key in ()}"),
+    "those who left are not drawn",
+    (
+        "find_targets",
+        "for key in drawn)",
+        "for key in drawn if key in view.roster)",
+    ),
     peers=5,
-    steps=8,
+    steps=30,
     attackers=("hit_and_leave",),
 )
 bug(
@@ -772,18 +789,18 @@ bug(
 )
 bug(
     "a ban does not lower the bound",
-    ("remove_members", "bound=compute_bound(config, len(roster), doubts, within)", "bound=view.bound"),
+    ("change_members", "bound=min(config.byzantine, doubts)", "bound=view.bound"),
     peers=5,
     steps=3,
     attackers=("wrong_reveal",),
 )
 bug(
     "a removal lowers the bound",
-    ("remove_members", "fresh = [key for key in changes.banned", "fresh = [key for key in changes.out"),
-    peers=7,
+    ("change_members", "fresh = [key for key in changes.banned", "fresh = [key for key in changes.out"),
+    peers=9,
     steps=6,
     attackers=("silent", "honest"),
-    settings={"outages": 1},
+    away=1,
     faults=(Fault(1, 0.5, "crash", (5,), 60.0),),
 )
 
@@ -791,13 +808,13 @@ bug(
 
 bug(
     "banned keys may come back",
-    ("_advance_candidates", "taken = {*view.roster, *view.banned,", "taken = {*view.roster,"),
+    ("_advance_candidates", "taken = {*view.roster, *absent, *view.banned,", "taken = {*view.roster, *absent,"),
     (
         "Peer._take_join",
         "if key in self.joins or key in view.roster or key in view.banned:",
         "if key in self.joins or key in view.roster:",
     ),
-    ("make_confirm", "known = {*view.roster, *view.banned,", "known = {*view.roster,"),
+    ("make_confirm", "known = {*view.roster, *absent, *view.banned,", "known = {*view.roster, *absent,"),
     ("key_may_ask", "peer.key not in view.banned and ", ""),
     ("Peer.receive", " and delivery.sender not in self.banned:", ":"),
     peers=5,
@@ -872,4 +889,201 @@ bug(
     steps=3,
     attackers=("honest",),
     settings={"tau": AutomaticTau(2.0, 50.0, 0.01, 100.0)},
+)
+
+# The floor, and coming back
+
+bug(
+    "the floor does not keep anybody",
+    ("_choose_going", "if is_enough(config, view.attempts, members - {*group}, doubts):", "if True:"),
+    peers=4,
+    steps=9,
+    attackers=(f"{HERE}:OneComplaint",),
+)
+bug(
+    "a slow path knows no floor",
+    ("find_replacements", "if is_enough(config, attempts, members, doubts):", "if True:"),
+    ("_choose_going", "if is_enough(config, view.attempts, members - {*group}, doubts):", "if True:"),
+    peers=4,
+    steps=4,
+    attackers=("silent_report",),
+)
+bug(
+    "at the floor an attempt is repeated with the same members",
+    ("find_replacements", "if is_enough(config, attempts, members, doubts):", "if True:"),
+    peers=4,
+    steps=4,
+    attackers=("silent_report",),
+)
+bug(
+    "the floor forgets the validators",
+    ("compute_floor", "floor = 2 * most + 1 + config.validators", "floor = 2 * most + 1"),
+    peers=4,
+    steps=4,
+    attackers=("silent_commit",),
+)
+bug(
+    "the floor is that of the roster",
+    ("compute_floor", "most = min(config.byzantine, doubts)", "most = max(0, min(config.byzantine, doubts) - 1)"),
+    peers=6,
+    steps=6,
+    attackers=("silent", "silent"),
+)
+bug(
+    "the safe quorum has no floor of its own",
+    ("compute_floor", "max(floor, 3 * most + 1)", "floor"),
+    peers=7,
+    steps=5,
+    attackers=("silent", "honest"),
+    settings={"partition_safe": True},
+)
+bug(
+    "nobody comes back",
+    ("_let_in", "if x.key in joins and step >= x.ready", "if False"),
+    peers=7,
+    steps=70,
+    attackers=(),
+    settings={"byzantine": 1},
+    away=1,
+    faults=(Fault(2, 0.5, "crash", (0,), 20.0),),
+)
+bug(
+    "a returnee checks what it missed",
+    ("_find_witnesses", "record.roster if record is not None", "view.roster if record is not None"),
+    peers=7,
+    steps=30,
+    attackers=(),
+    settings={"byzantine": 1, "validators": 2},
+    away=1,
+    faults=tuple(Fault(step, 0.5, "crash", (step % 7,), 16.0) for step in (2, 6, 10, 14)),
+)
+
+
+# Bugs that a unit test is quicker to see than a run: its file and name
+
+
+@dataclass(frozen=True)
+class UnitBug:
+    edits: tuple[Edit, ...]
+    unit: str
+
+
+UNIT_BUGS: dict[str, UnitBug] = {}
+
+
+def unit_bug(name: str, unit: str, *edits: tuple[str, str, str]) -> None:
+    UNIT_BUGS[name] = UnitBug(tuple(Edit(*edit) for edit in edits), unit)
+
+
+def find_unit(unit: str) -> Callable[[], None]:
+    """A test in another file."""
+    file, _, name = unit.partition("::")
+    folder = str(Path(__file__).parents[1] / Path(file).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    test = getattr(importlib.import_module(Path(file).stem), name)
+    assert callable(test)
+    return test  # type: ignore[no-any-return]
+
+
+MEMBERSHIP = "core/test_membership.py"
+unit_bug(
+    "kept attempts are nobody's concern",
+    f"{MEMBERSHIP}::test_of_every_attempt_that_is_checked_enough_stay_to_judge_it",
+    ("is_enough", "return all(", "return True or all("),
+)
+unit_bug(
+    "absences are not counted",
+    f"{MEMBERSHIP}::test_further_absences_last_longer_and_at_most_forty_steps",
+    ("_suspend", "count = records[key].count + 1 if key in records else 1", "count = 1"),
+)
+unit_bug(
+    "absences have no end",
+    f"{MEMBERSHIP}::test_further_absences_last_longer_and_at_most_forty_steps",
+    ("_suspend", "min(LONGEST_ABSENCE, 2**count)", "2**count"),
+)
+unit_bug(
+    "absences are never forgiven",
+    f"{MEMBERSHIP}::test_fifty_served_steps_forgive_one_absence",
+    ("finish_step", "_let_in(config, _forgive(config, view), joins, step)", "_let_in(config, view, joins, step)"),
+)
+unit_bug(
+    "a return before its time",
+    f"{MEMBERSHIP}::test_further_absences_last_longer_and_at_most_forty_steps",
+    ("_let_in", "if x.key in joins and step >= x.ready", "if x.key in joins"),
+)
+unit_bug(
+    "as many sponsors as attackers bring a member back",
+    "simulation/test_floor.py::test_attackers_cannot_bring_back_who_is_not_there",
+    ("make_next", "if count > transcript.view.bound]", "if count >= transcript.view.bound]"),
+)
+unit_bug(
+    "a majority of sponsors brings a member back",
+    "simulation/test_floor.py::test_attackers_cannot_keep_out_who_is_there",
+    ("make_next", "if count > transcript.view.bound]", "if count >= len(transcript.view.roster) - 1]"),
+)
+unit_bug(
+    "pairs are split",
+    f"{MEMBERSHIP}::test_a_pair_goes_together_or_not_at_all",
+    ("_choose_going", "for key in sorted(changes.removed - paired)", "for key in sorted(changes.removed)"),
+)
+unit_bug(
+    "what is owed is forgotten",
+    f"{MEMBERSHIP}::test_silence_stops_at_the_floor_and_what_is_owed_is_paid_when_the_margin_allows",
+    ("_choose_going", "owed.append(group)", "pass"),
+)
+unit_bug(
+    "what is owed is never paid",
+    f"{MEMBERSHIP}::test_a_debt_is_paid_when_others_come_back",
+    ("change_members", "or acquitted or view.owed)", "or acquitted)"),
+)
+unit_bug(
+    "after a withheld share everybody is checked once",
+    f"{MEMBERSHIP}::test_a_withheld_share_has_everybody_checked_twice",
+    ("note_withheld_share", "carried=(*others, *everybody, *everybody)", "carried=(*others, *everybody)"),
+)
+unit_bug(
+    "a withheld share has others drawn",
+    "simulation/test_floor.py::test_a_withheld_share_of_the_first_seed",
+    ("follow_resolution", "view = note_withheld_share(view)", "pass"),
+)
+unit_bug(
+    "a retry draws the randomness again",
+    f"{MEMBERSHIP}::test_randomness_that_was_revealed_is_not_drawn_again",
+    ("note_draw", "drawn=view.drawn or randomness", "drawn=randomness"),
+)
+unit_bug(
+    "a stranger comes in below the floor",
+    f"{MEMBERSHIP}::test_a_stranger_that_raises_the_doubts_is_admitted_only_if_the_floor_holds_then",
+    ("_choose_graduates", "if is_enough(", "if True or is_enough("),
+)
+unit_bug(
+    "somebody is let in that does not show the state",
+    f"{MEMBERSHIP}::test_a_run_that_waits_lets_in_who_shows_that_it_is_there",
+    ("find_replacements", "if member.key in present and", "if"),
+)
+unit_bug(
+    "two take turns for nothing",
+    f"{MEMBERSHIP}::test_two_that_take_turns_pay_for_it_with_rounds",
+    ("find_replacements", "and (member.since < view.step or round_ >= 2 * (counts.get(member.key, 1) - 1))", ""),
+)
+unit_bug(
+    "commits of dead attempts are forgotten",
+    f"{MEMBERSHIP}::test_the_commit_of_an_attempt_that_died_of_its_senders_silence_is_checked",
+    ("retry_step", "carried=_add_targets(view.carried, left)", "carried=view.carried"),
+)
+unit_bug(
+    "silence lowers the doubts",
+    f"{MEMBERSHIP}::test_silence_never_lowers_the_bound_however_long_it_lasts",
+    ("change_members", "fresh = [key for key in changes.banned", "fresh = [key for key in changes.out"),
+)
+unit_bug(
+    "a returnee votes on what it missed",
+    "simulation/test_floor.py::test_who_comes_back_does_not_vote_on_what_it_missed",
+    ("find_voters", "return set(view.roster) & set(record.roster)", "return set(view.roster)"),
+)
+unit_bug(
+    "lateness in a slow path is not noted",
+    "simulation/test_seals.py::test_lateness_at_confirm_counts_every_time",
+    ("_note_late", "in peer.page(height).letters}", "in ()}"),
 )

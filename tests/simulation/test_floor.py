@@ -171,6 +171,7 @@ def test_attackers_cannot_keep_out_who_is_there() -> None:
     swarm.restart(swarm.keys[1])
     swarm.run(600.0, swarm.is_over)
     back = [view.step for view in list_views(swarm) if view.step > 4 and swarm.keys[1] in view.roster]
+    assert back, describe(swarm)
     assert back[0] <= 7, describe(swarm)
     assert {*swarm.honest} <= swarm.finished
 
@@ -245,6 +246,10 @@ def test_a_withheld_share_has_everybody_of_the_step_before_checked_twice(seed: i
     if swarm.keys[6] in before.contributors:
         assert get_bans(swarm) == {swarm.keys[6]: Rule.GRADIENT}, describe(swarm)
     assert {event.key for event in get_events(swarm, Removed)} == {swarm.keys[7]}
+
+
+def test_a_withheld_share_of_the_first_seed() -> None:
+    test_a_withheld_share_has_everybody_of_the_step_before_checked_twice(1)
 
 
 @dataclass(kw_only=True, eq=False)

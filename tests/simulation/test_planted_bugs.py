@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planted_bugs import BUGS, Edit, check_run, find_violation, planted
+from planted_bugs import BUGS, UNIT_BUGS, Edit, check_run, find_unit, find_violation, planted
 
 from phalanx.core.membership import compute_quorum
 
@@ -15,8 +15,17 @@ def test_a_planted_bug_is_seen(name: str) -> None:
     assert [check_run(run) for run in tried] == [None] * len(tried), "the runs are not clean without the bug"
 
 
+@pytest.mark.parametrize("name", UNIT_BUGS)
+def test_a_planted_bug_breaks_its_unit(name: str) -> None:
+    unit = find_unit(UNIT_BUGS[name].unit)
+    with planted(UNIT_BUGS[name].edits), pytest.raises(AssertionError):
+        unit()
+    unit()
+
+
 def test_there_are_enough_of_them() -> None:
-    assert len(BUGS) >= 30
+    assert len(BUGS) >= 65
+    assert len(UNIT_BUGS) >= 20
     assert len({edit.function for bug in BUGS.values() for edit in bug.edits}) >= 30, "in many places"
 
 
