@@ -61,9 +61,9 @@ def run_without(crashed: tuple[int, ...], back: tuple[int, ...], founders: int =
 @pytest.mark.parametrize(
     ("crashed", "back", "settings", "allowed"),
     [
-        ((1,), (1,), {}, 0),
-        ((2, 3), (2,), {"founders": 6}, 1),
-        ((2, 3), (3,), {"outages": 2}, 1),
+        ((1,), (1,), {"founders": 2}, 0),
+        ((2, 3), (2,), {"founders": 5, "byzantine": 1}, 1),
+        ((2, 3), (3,), {}, 1),
     ],
     ids=["nobody may be out", "one may be out", "no quorum is left"],
 )
