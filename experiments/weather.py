@@ -116,7 +116,7 @@ class Watch:
         if view is None or idle <= longest:
             return
         most, out = min(b, view.doubts), len(self.list_out())
-        if 0 <= len(self.swarm.keys) - len(view.banned) - 3 * most - 1 - VALIDATORS >= out:
+        if 0 <= len(self.swarm.keys) - len(view.banned) - most - compute_floor(self.config, view.doubts) >= out:
             self.halts.append((view.step, out))
 
     def _see(self, time: float, view: View) -> None:
@@ -196,13 +196,18 @@ class Cell:
     @property
     def allowed(self) -> int:
         """Honest members that may be out while attackers cannot halt the run; below 0: they can in any weather."""
-        return self.n - 3 * self.b - 1 - VALIDATORS
+        return self.n - self.b - self.floor
+
+    @property
+    def floor(self) -> int:
+        return max(2 * self.b + 1 + VALIDATORS, 3 * self.b + 1 if self.safe else 0)
 
     @property
     def most(self) -> int:
         """Peers that are out at the same time."""
-        floor = max(2 * self.b + 1 + VALIDATORS, 3 * self.b + 1 if self.safe else 0)
-        return {"one": 1, "few": max(2, self.allowed), "many": min(self.n - self.b, self.n - floor + 2)}[self.crowd]
+        return {"one": 1, "few": max(2, self.allowed), "many": min(self.n - self.b, self.n - self.floor + 2)}[
+            self.crowd
+        ]
 
 
 SIZES = {(8, 1): 75, (16, 3): 85, (16, 5): 60, (32, 8): 30, (16, 7): 50}

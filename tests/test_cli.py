@@ -384,7 +384,7 @@ def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path) -> None:
 
 def test_fuzz_counts_what_happened(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    arguments = ("--seeds", "33:35", "--peers", "5", "--steps", "3", "--jobs", "2", "--trace", str(trace), "--json")
+    arguments = ("--seeds", "21:23", "--peers", "4", "--steps", "3", "--jobs", "2", "--trace", str(trace), "--json")
     result = phalanx("fuzz", *arguments)
     assert result.returncode == 0, result.stderr
     values = last_json(result)

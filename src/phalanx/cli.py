@@ -26,6 +26,7 @@ from phalanx.core.messages import MAX_MEMBERS
 if TYPE_CHECKING:
     from phalanx.node import Door
     from phalanx.swarm import SwarmResult
+    from phalanx.training.manifest import NetworkManifest
     from phalanx.training.member import Outcome
 
 app = typer.Typer(
@@ -233,11 +234,12 @@ ShelfOption = Annotated[
 
 @app.command(short_help="Write the manifest of a run between machines.")
 def init(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="The manifest to write; an existing file is never overwritten.")],
     founder: Annotated[
         list[str],
         typer.Option(
-            help="Peer id of a founder, or the file of its key; once for each.",
+            help="Peer id of a founder, or the file of its key; once for each. [default with --continue: all members]",
             default_factory=list,
             show_default=False,
         ),
@@ -258,19 +260,26 @@ def init(
     bandwidth: Annotated[float, typer.Option(help="Megabits a second that every peer has.")] = 100.0,
     quorum: Annotated[str, typer.Option(help="majority or partition-safe.")] = "majority",
     tolerance: Annotated[
-        str | None, typer.Option(help="LOWER,UPPER: let platforms differ by these relative distances.")
+        str | None, typer.Option(help="LOWER,UPPER: let platforms differ. SGD: 1e-4,1e-2; AdamW, LAMB: 0.03,0.3.")
     ] = None,
-    probation: Annotated[int, typer.Option(help="Steps of a returning member without weight.")] = 12,
-    newcomer_probation: Annotated[int, typer.Option(help="The same for a newcomer; 0: as the odds ask for.")] = 0,
+    probation: Annotated[int, typer.Option(help="The least steps of a newcomer without weight.")] = 12,
+    newcomer_probation: Annotated[int, typer.Option(help="The number itself; 0: as the odds ask for.")] = 0,
     admissions: Annotated[int, typer.Option(help="Newcomers on probation at the same time.")] = 1,
     optimizer: Optimizer = None,
     method: Method = None,
     clip: Clip = None,
     option: TaskOption = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--continue", help="A peer's folder of an old run: the new one goes on from its certified state."),
+    ] = None,
+    at: Annotated[
+        int | None, typer.Option(help="With --continue: the checkpoint of this step. [default: the last certified one]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the manifest of a run between machines, with times measured on this one."""
-    from phalanx.node import run_init
+    """Write the manifest of a run between machines, with times measured on this one, or those of the old run."""
+    from phalanx.node import run_continue, run_init
 
     settings = {
         "byzantine": byzantine,
@@ -296,15 +305,59 @@ def init(
         "clip": clip,
         "options": _parse_pairs(option, "option"),
     }
+    founders = [_find_founder(text) for text in founder or ()]
+    state: Path | None = None
     with contextlib.redirect_stdout(sys.stderr):
-        manifest = run_init(file, task, [_find_founder(text) for text in founder or ()], settings)
-    if as_json:
-        _print_json({"file": str(file), "run": manifest.name, "peers": manifest.run.peers, "steps": manifest.run.steps})
-    else:
-        print(
-            f"run {manifest.name}\n"
-            f"written to {file}: read it, give it to every founder, then: phalanx start {file} --key KEY"
+        if folder is not None:
+            given = _find_given(context)
+            changes = {name: settings[name] for name in given - {"task"}}
+            named, local = task if "task" in given else None, _parse_pairs(option, "option")
+            manifest, state = run_continue(file, folder, founders, changes, at=at, task=named, options=local)
+        elif at is not None:
+            raise LocalError("--at: expected --continue FOLDER with it, the folder that has the checkpoint")
+        else:
+            manifest = run_init(file, task, founders, settings)
+    _say_founded(file, manifest, state, as_json)
+
+
+def _find_given(context: typer.Context) -> set[str]:
+    """The settings that were given with --continue; all but some are the old run's."""
+    from phalanx.training.continuing import CHANGEABLE
+
+    around = {"file", "folder", "at", "founder", "as_json", "task", "option"}
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    for name in sorted(given - around - {*CHANGEABLE}):
+        raise LocalError(
+            f"--{name.replace('_', '-')}: a run that goes on has it from the old one; leave it out, or found a run "
+            "without --continue"
         )
+    return given - around | given & {"task"}
+
+
+def _say_founded(file: Path, manifest: NetworkManifest, state: Path | None, as_json: bool) -> None:
+    from phalanx.show.story import describe_floor
+    from phalanx.training.planning import find_floor
+
+    run, origin = manifest.run, manifest.origin
+    floor = find_floor(run.byzantine, run.validators, manifest.network.quorum)
+    print(f"phalanx: {describe_floor(run.peers, run.byzantine, floor)}", file=sys.stderr)
+    if as_json:
+        room = {"floor": floor, "margin": run.peers - floor}
+        before = {} if origin is None else {"continues": origin.run, "steps_before": origin.steps, "state": str(state)}
+        _print_json({"file": str(file), "run": manifest.name, "peers": run.peers, "steps": run.steps, **room, **before})
+        return
+    what = "it"
+    if origin is not None:
+        what = "both"
+        print(
+            f"goes on from run {origin.run} after {origin.steps} steps of training, {run.steps} are left\n"
+            f"its state is in {state}"
+        )
+    print(
+        f"run {manifest.name}\n"
+        f"written to {file}: read it, give {what} to every founder, then: phalanx start {file} --key KEY"
+    )
 
 
 @app.command()

@@ -20,7 +20,14 @@ from phalanx.core.messages import MAX_MANIFEST
 from phalanx.events import Event
 from phalanx.network.addresses import parse_address
 from phalanx.show.story import clean
-from phalanx.training.checkpoints import make_folder, write_safely
+from phalanx.training.checkpoints import find_latest, make_folder, write_safely
+from phalanx.training.continuing import (
+    find_certified,
+    find_state_file,
+    make_continued_manifest,
+    read_state,
+    write_state,
+)
 from phalanx.training.files import read_file
 from phalanx.training.founding import (
     MAX_CODE,
@@ -39,6 +46,7 @@ from phalanx.training.manifest import (
     read_network_manifest,
 )
 from phalanx.training.member import Member, Outcome, Settings
+from phalanx.training.optimizers import State
 from phalanx.training.tasks import TASKS, load_task
 
 if TYPE_CHECKING:
@@ -63,12 +71,7 @@ class Door:
 
 def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[str, Any]) -> NetworkManifest:
     """Write a commented manifest; an existing file is never overwritten."""
-    if path.exists():
-        raise LocalError(f"{path} exists and is not overwritten: it may be the manifest of a run")
-    if not path.parent.is_dir():
-        raise LocalError(f"{path.parent}: there is no such folder")
-    if not os.access(path.parent, os.W_OK):
-        raise LocalError(f"{path.parent}: nothing can be written to this folder; choose another")
+    _require_free(path)
     _require_threads(settings.get("threads"))
     if not founders:
         raise LocalError("founders: expected their peer ids; phalanx keygen prints one for each key that it makes")
@@ -78,6 +81,52 @@ def run_init(path: Path, task: str, founders: Sequence[str], settings: Mapping[s
     except WriteFailed as error:
         raise LocalError(str(error)) from None
     return manifest
+
+
+def run_continue(
+    path: Path,
+    folder: Path,
+    founders: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    *,
+    at: int | None = None,
+    task: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> tuple[NetworkManifest, Path]:
+    """Write the manifest of a run that goes on from a peer's folder of an old one, and the file of its state.
+
+    The state is that of the last certified checkpoint, or of the one of step ``at``. ``founders`` are the old run's
+    members unless they are named. ``task``, if given, is the old run's; ``options`` say where this machine has the
+    data.
+    """
+    _require_free(path)
+    _require_local(options)
+    if not (folder / MANIFEST).is_file():
+        raise LocalError(f"{folder}: there is no {MANIFEST} in it; expected the folder of a peer of the old run")
+    manifest = read_network_manifest(folder / MANIFEST)
+    if task is not None and task != manifest.task.name:
+        raise LocalError(f"{folder}: a run of task {manifest.task.name!r}, not of {task!r}; leave --task out")
+    old = find_certified(manifest, folder, at, _say)
+    spec = _find_code(manifest, path.parent, folder / CODE)
+    fresh = make_continued_manifest(
+        old, load_task(spec, {**manifest.task.options, **(options or {})}), founders, changes or {}
+    )
+    place = find_state_file(path)
+    try:
+        write_state(place, old.state, old.digest)
+        write_manifest(path, fresh)
+    except WriteFailed as error:
+        raise LocalError(str(error)) from None
+    return fresh, place
+
+
+def _require_free(path: Path) -> None:
+    if path.exists():
+        raise LocalError(f"{path} exists and is not overwritten: it may be the manifest of a run")
+    if not path.parent.is_dir():
+        raise LocalError(f"{path.parent}: there is no such folder")
+    if not os.access(path.parent, os.W_OK):
+        raise LocalError(f"{path.parent}: nothing can be written to this folder; choose another")
 
 
 def write_manifest(path: Path, manifest: NetworkManifest) -> None:
@@ -114,12 +163,20 @@ def run_start(
         )
     spec = _find_code(manifest, path.parent)
     folder = out if out is not None else Path(f"{path.stem}-{identity.peer_id[-6:]}")
+    state = _find_start(manifest, path, folder)
     settings = _make_settings(folder, door, manifest, spec)
     settings.on_event, settings.attack = on_event, attack
     settings.colluders = [parse_peer_id(text) for text in colluders]
     settings.evaluate_every, settings.checkpoint_every = evaluate_every, checkpoint_every
     settings.shelf = shelf
-    return _take_part(manifest, key_file, spec, settings, threads, options)
+    return _take_part(manifest, key_file, spec, settings, threads, options, state)
+
+
+def _find_start(manifest: NetworkManifest, path: Path, folder: Path) -> State | None:
+    """The state that a run goes on from, if it does; a peer that has a checkpoint of it needs none."""
+    if manifest.origin is None or find_latest(folder) is not None:
+        return None
+    return read_state(find_state_file(path), manifest.network.state)
 
 
 def run_join(
@@ -172,9 +229,10 @@ def _take_part(
     settings: Settings,
     threads: int | None,
     options: Mapping[str, str] | None,
+    start: State | None = None,
 ) -> Outcome:
     task = load_task(spec, {**manifest.task.options, **(options or {})})
-    prepared = prepare(manifest, task, _say, threads, count_history(settings.attack))
+    prepared = prepare(manifest, task, _say, threads, count_history(settings.attack), start)
     settings.on_ready, settings.say = _say_where, _say
     settings.evaluates = prepared.evaluates
     member = Member(manifest, prepared.config, key_file, prepared.solo, settings, prepared.gradients)
@@ -243,13 +301,16 @@ def _on_interrupt(leave: Callable[[], str]) -> Iterator[None]:
 # ---- The task's code
 
 
-def _find_code(manifest: NetworkManifest, folder: Path) -> str:
-    """Where the task of a manifest is: the founder's own file must be the one that the manifest names."""
+def _find_code(manifest: NetworkManifest, folder: Path, *others: Path) -> str:
+    """Where the task of a manifest is: the founder's own file must be the one that the manifest names.
+
+    It is looked for in ``folder``, and then in the files ``others``.
+    """
     section = manifest.task
     file, colon, name = section.name.rpartition(":")
     if not colon:
         return section.name
-    for place in (Path(file), folder / file):
+    for place in (Path(file), folder / file, *others):
         if place.is_file():
             _require_same_code(read_file(place, MAX_CODE, "code:"), section.code, str(place))
             return f"{place}:{name}"
@@ -318,6 +379,8 @@ def _describe(manifest: NetworkManifest, spec: str) -> None:
     )
     if manifest.task.options:
         _say("with " + ", ".join(f"{name} = {value}" for name, value in manifest.task.options.items()))
+    if manifest.origin is not None:
+        _say(f"it goes on from run {manifest.origin.run}, after {manifest.origin.steps} steps of training")
     tolerance = f"within {net.lower:g} to {net.upper:g}" if net.lower is not None else "bit for bit"
     _say(
         f"founded by {run.peers} peers, at most {run.byzantine} of them Byzantine; {run.validators} validators a step, "

@@ -13,15 +13,17 @@ from types import FrameType
 from typing import Any
 
 from phalanx.core.errors import LocalError
-from phalanx.events import RunStarted, read_events
+from phalanx.events import Event, RunStarted, read_events
 from phalanx.show.plots import plot_run
 from phalanx.show.progress import Progress
 from phalanx.show.report import write_report
+from phalanx.show.story import describe_floor
 from phalanx.training.allocation import keep_freed_memory
 from phalanx.training.checkpoints import find_latest, write_safely
 from phalanx.training.manifest import Manifest, read_manifest
+from phalanx.training.planning import find_floor
 from phalanx.training.recorder import EVENTS
-from phalanx.training.simulate import MANIFEST, Result, resume, simulate
+from phalanx.training.simulate import MANIFEST, PHALANX, Result, resume, simulate
 
 PLOT = "plot.png"
 REPORT = "report.html"
@@ -41,13 +43,18 @@ def run_simulate(
     how = "with a checkpoint" if out is not None else "keeping nothing, since there is no --out"
     with listen_for_interrupts(f"stopping after this step, {how}") as is_interrupted, Progress() as progress:
 
+        def hear(event: Event) -> None:
+            progress.on_event(event)
+            if isinstance(event, RunStarted) and event.defense == PHALANX:
+                _say_floor(event.peers, event.byzantine, event.validators)
+
         def stop(step: int) -> bool:
             return is_interrupted() or (stop_at is not None and step >= stop_at)
 
         if resume:
             result = _resume(chosen, out, progress, stop, stop_at)
         else:
-            result = simulate(**{"task": "digits", **chosen}, out=out, on_event=progress.on_event, stop=stop)
+            result = simulate(**{"task": "digits", **chosen}, out=out, on_event=hear, stop=stop)
     _leave_pictures(result)
     _say_goodbye(result)
     return result
@@ -89,6 +96,9 @@ def _resume(
                 f"--{name.replace('_', '-')} {value}: the run in {out} has {held}; "
                 "leave the option out, or start a new run"
             )
+    run = manifest.run
+    if manifest.simulation.defense == PHALANX:
+        _say_floor(run.peers, run.byzantine, run.validators)
     if (out / EVENTS).exists():
         progress.catch_up(read_events(out / EVENTS))
     latest = find_latest(out)
@@ -98,6 +108,10 @@ def _resume(
     elif stop_at is not None and done >= stop_at:
         print(f"phalanx: --stop-at {stop_at}: the run in {out} is at step {done} already", file=sys.stderr)
     return resume(out, on_event=progress.on_event, stop=stop)
+
+
+def _say_floor(peers: int, byzantine: int, validators: int) -> None:
+    print(f"phalanx: {describe_floor(peers, byzantine, find_floor(byzantine, validators))}", file=sys.stderr)
 
 
 def _look_up(manifest: Manifest, name: str, value: Any) -> Any:

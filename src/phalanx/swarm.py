@@ -30,10 +30,11 @@ from phalanx.core.crypto import Identity
 from phalanx.core.errors import LocalError
 from phalanx.events import Event, LogFollower
 from phalanx.node import write_manifest
-from phalanx.show.story import describe_halt, format_peers, tell
+from phalanx.show.story import describe_floor, describe_halt, format_peers, tell
 from phalanx.training.allocation import trim_heaps
 from phalanx.training.founding import make_network_manifest, require_whole
 from phalanx.training.manifest import LOCAL_OPTIONS, read_network_manifest
+from phalanx.training.planning import find_floor
 from phalanx.training.recorder import EVENTS
 from phalanx.training.simulate import Result, summarize
 
@@ -586,10 +587,13 @@ def run_swarm(
         out, peers, attackers, kills, joins, on_event, extra, identities=identities, options=local
     )
     write_manifest(out / "run.toml", manifest)
+    floor = find_floor(byzantine, manifest.run.validators, manifest.network.quorum)
+    _say(describe_floor(peers, byzantine, floor))
     trim_heaps()  # this process holds no model from now on
     net = manifest.network
     patience = _PATIENCE + 20 * net.delta + 4 * (net.gradient_time + net.transfer_time)
     found = swarm.sum_up(swarm.run(patience, should_stop))
+    found = replace(found, result=replace(found.result, floor=floor, margin=peers - floor))
     if found.reason is not None:
         words = f"; the peers' own words are in {out}/peer-*/{OUTPUT}" if not should_stop() else ""
         _say(f"the run did not come to its end: {found.reason}{words}")

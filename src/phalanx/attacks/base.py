@@ -63,6 +63,10 @@ class Oracle(Protocol):
         """The gradient on the same batch at the parameters of ``delay`` steps ago, or at the initial ones."""
         ...
 
+    def find_deviation(self, step: int, direction: Tensor, gradient: Tensor) -> Tensor:
+        """The most that fits along ``direction`` into a deviation from ``gradient`` that a checker measures as 1."""
+        ...
+
 
 def _make_stranger(number: int) -> Signer:
     return Identity(compute_digest("stranger", number.to_bytes(8, "little")))

@@ -140,6 +140,17 @@ class SharedCompute(Attack):
         return old
 
 
+@dataclass(kw_only=True, eq=False)
+class Whisper(Attack):
+    """The own gradient, and as much towards poisoned data as a tolerant checker measures as ``distance``."""
+
+    distance: float = 0.01
+
+    def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
+        direction = insider.oracle.compute_poisoned(step, seed) - gradient
+        return gradient + self.distance * insider.oracle.find_deviation(step, direction, gradient)
+
+
 # ---- The paper's seven
 
 

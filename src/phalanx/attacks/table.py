@@ -80,8 +80,9 @@ PAPER: dict[str, Callable[..., Attack]] = {
 FAMILIES: dict[str, Callable[[str], Callable[..., Attack]]] = {
     "ipm": lambda number: _shielded(partial(gradients.InnerProduct, epsilon=float(number))),
     "delayed": lambda number: _shielded(partial(gradients.Delayed, delay=int(number))),
+    "whisper": lambda number: _shielded(partial(gradients.Whisper, distance=float(number))),
 }
-"""Attacks with a number behind their name: ``ipm_0.3``, ``delayed_100``."""
+"""Attacks with a number behind their name: ``ipm_0.3``, ``delayed_100``, ``whisper_0.01``."""
 
 ATTACKS: dict[str, Callable[..., Attack]] = {
     "honest": Attack,

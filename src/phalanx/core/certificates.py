@@ -22,6 +22,9 @@ def find_certificate(
     complete may still be replaced by a slow path. Of these all but ``bound`` have to name the view: a Byzantine member
     may sign for a view of its own.
 
+    Or all members of ``view`` have committed to it, a quorum of ``before``'s among them: so whoever walks the chain may
+    leave out views between the two.
+
     Whoever leaves out a link, so that the roster seems not to have changed, must not have a smaller quorum accepted:
     votes bear their roster, COMMIT comes from the view's own, and who sealed an attempt is on record in the view.
     """
@@ -30,12 +33,15 @@ def find_certificate(
         sealed = (record.roster, compute_quorum(config, record))
         rosters.setdefault(compute_roster_digest(record.roster), sealed)
     whole: dict[int, dict[bytes, tuple[Signed, bool]]] = {}
+    commits: dict[bytes, tuple[Signed, bool]] = {}
     votes: dict[tuple[int, int, bytes], dict[bytes, Signed]] = {}
     for message in messages:
         if message.run != config.run or message.height < before.height - 1:
             continue
         letter = examiner.examine(message)
         body = letter.body if letter is not None else None
+        if letter is not None and message.domain is Domain.AGREED and message.height == view.height:
+            commits[message.sender] = (message, isinstance(body, m.Commit) and body.view == view.digest)
         if letter is not None and message.domain is Domain.AGREED and message.sender in before.roster:
             named = isinstance(body, m.Seal | m.Abort | m.Commit) and body.view == view.digest
             if named and _find_roster(view, message) not in (before.roster, None):
@@ -54,6 +60,10 @@ def find_certificate(
         naming = sum(named for _, named in said.values())
         if len(said) == len(before.roster) and naming >= max(len(before.roster) - before.bound, quorum):
             return tuple(message for message, _ in said.values())
+    signers = {key for key, (_, named) in commits.items() if named and key in view.roster}
+    enough = len(signers) >= max(len(view.roster) - view.bound, compute_quorum(config, view))
+    if enough and {*view.roster} <= commits.keys() and len(signers.intersection(before.roster)) >= quorum:
+        return tuple(commits[key][0] for key in view.roster)
     return None
 
 

@@ -10,30 +10,31 @@ from torch import Tensor
 from phalanx.core import messages as m
 from phalanx.core.config import Config
 from phalanx.core.crypto import compute_commitment
-from phalanx.core.effects import Begin, Broadcast, ComputeGradient, Effect, Story
+from phalanx.core.effects import Begin, Broadcast, ComputeGradient, Effect, MeasureDeviation, Story
 from phalanx.core.envelope import Examiner, Letter
 from phalanx.core.justice import Case, get_accused
 from phalanx.core.membership import View, compute_batch_seed, find_record, has_concluded
 from phalanx.core.merkle import compute_paths, hash_part, verify_path
 from phalanx.core.messages import Phase, Rule, Verdict
-from phalanx.core.partition import compute_part_sizes, split_parts
+from phalanx.core.partition import compute_part_sizes, join_parts, split_parts
 from phalanx.core.peer import Peer
 from phalanx.core.transcript import Transcript
 from phalanx.core.verification import (
     ACCUSER_MARGIN,
     LATER_MARGIN,
-    compare_gradients,
     compute_report,
     decode_aggregates,
+    find_deviation,
     is_balanced,
     is_same_report,
+    judge_distance,
     prepare_gradient,
     projection_seeds,
     read_part,
     read_parts,
     read_stack,
 )
-from phalanx.core.wire import Piece, Wire
+from phalanx.core.wire import WIRE_TYPES, Piece, Wire
 
 Finding = tuple[Verdict, tuple[int, ...]]
 """A verdict on somebody's commit, and the parts for which its report is wrong."""
@@ -49,8 +50,11 @@ def fetch(peer: Peer, is_here: Callable[[], bool], ask: Callable[[], Iterable[Ef
         yield from peer.listen(min(until, again))
 
 
-def compute_gradient(peer: Peer, step: int, seed: bytes) -> Story:
-    """A gradient in its wire type, or None if the state is not here. The peer goes on listening meanwhile."""
+def compute_gradient(peer: Peer, step: int, seed: bytes, *, raw: bool = False) -> Story:
+    """A gradient in its wire type, or ``raw``, as it was computed; None if the state is not here.
+
+    The peer goes on listening meanwhile.
+    """
     known = peer.find_gradient(step, seed)
     if known is None:
         ticket = yield Begin(ComputeGradient(step, seed))
@@ -59,7 +63,8 @@ def compute_gradient(peer: Peer, step: int, seed: bytes) -> Story:
         value = peer.finished.pop(ticket)
         if value is None:
             return None
-        peer.gradients[step, seed] = known = prepare_gradient(value, peer.config.cap, peer.wire)
+        known = value if raw else prepare_gradient(value, peer.config.cap, peer.wire)
+        peer.gradients[step, seed] = known
     return known
 
 
@@ -103,13 +108,13 @@ def check_commit(
         return Verdict.NOT_RECEIVED, ()
     seed = compute_batch_seed(peer.config, view.randomness, view.step, target)
     is_new = (view.step, seed) not in peer.gradients
-    gradient = yield from compute_gradient(peer, view.step, seed)
-    if gradient is None:  # the state is no longer here: that says nothing of what was shown
+    tolerant = peer.config.tolerance is not None and target != peer.key  # it compares with what has not been rounded
+    found = yield from compute_gradient(peer, view.step, seed, raw=tolerant)
+    if found is None:  # the state is no longer here: that says nothing of what was shown
         return Verdict.INCONCLUSIVE, ()
-    mine = cut(gradient, count, peer.wire)
+    mine = cut(prepare_gradient(found, peer.config.cap, peer.wire) if tolerant else found, count, peer.wire)
     if is_new and (view.step, seed) in peer.gradients:
-        peer.gradients[view.step, seed] = peer.put_away_vector(gradient)
-    del gradient
+        peer.gradients[view.step, seed] = found = peer.put_away_vector(found)
     parts, verdict = dict(enumerate(mine)), Verdict.INNOCENT
     same, paths = compute_paths([hash_part(part) for part in mine])
     if same == root and peer.config.tolerance is not None:  # others may come to other bytes, and ask me for these
@@ -119,7 +124,7 @@ def check_commit(
         if peer.config.tolerance is None:
             return Verdict.GUILTY, ()
         parts = yield from _fetch_parts(peer, transcript, target)
-        verdict = _compare(peer, parts, mine)
+        verdict = yield from _compare(peer, view.step, parts, found, count)
         if len(parts) < count:
             return verdict, ()
     if target not in transcript.duties.contributors or not has_concluded(peer.view, view.step, view.attempt):
@@ -141,18 +146,21 @@ def make_charge(
     return m.Accusation(Rule.GRADIENT, accused, view.step, view.attempt, wrong, commit.message, quoted, (), ())
 
 
-def _compare(peer: Peer, parts: dict[int, Piece], mine: Sequence[Piece]) -> Verdict:
+def _compare(peer: Peer, step: int, parts: dict[int, Piece], raw: Tensor, count: int) -> Story:
     """Tolerant: the committed bytes against my own gradient. Those that are not here convict and clear nobody."""
     assert peer.config.tolerance is not None
-    sizes = compute_part_sizes(peer.config.size, len(mine))
-    ours = [read_part(data, size, peer.wire, peer.config.cap)[0] for data, size in zip(mine, sizes, strict=True)]
-    theirs = list(ours)
-    for part, data in parts.items():
-        theirs[part], valid = read_part(data, sizes[part], peer.wire, peer.config.cap)
+    gradient = prepare_gradient(raw, peer.config.cap, WIRE_TYPES["float32"])
+    deviations = []
+    for part, ours in enumerate(split_parts(gradient, count)):
+        theirs, valid = read_part(parts[part], len(ours), peer.wire, peer.config.cap) if part in parts else (ours, True)
         if not valid:
             return Verdict.GUILTY
-    verdict = compare_gradients(theirs, ours, peer.config.tolerance.lower, peer.config.tolerance.upper)
-    return verdict if verdict is Verdict.GUILTY or len(parts) == len(mine) else Verdict.NOT_RECEIVED
+        deviations.append(find_deviation(theirs, ours, peer.wire))
+    distance = yield MeasureDeviation(step, join_parts(deviations), gradient)
+    if distance is None:  # the state is no longer here
+        return Verdict.INCONCLUSIVE
+    verdict = judge_distance(distance, peer.config.tolerance)
+    return verdict if verdict is Verdict.GUILTY or len(parts) == count else Verdict.NOT_RECEIVED
 
 
 def find_fetch_time(config: Config) -> float:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import msgspec
 
@@ -31,6 +30,7 @@ from phalanx.core.justice import (
     explain,
     find_distant,
     find_offenders,
+    find_relief,
     follow_resolution,
     is_changed,
     is_received,
@@ -94,7 +94,9 @@ def conclude(peer: Peer, state: bytes) -> Story:
         decision = decide(config, transcript, agenda, peer.cases)
         if not (agenda and decision.wrong and is_stuck(config, peer.view, decision)):
             break
-        yield from wait(peer, decision.removed)  # vote again: evidence that is to be had comes in the end
+        ending = yield from wait(peer, decision)  # else vote again: evidence that is to be had comes in the end
+        if ending is not None:
+            return ending
     voted = {case.digest for case in agenda}
     peer.charges = [charge for charge in peer.charges if compute_case_digest(charge) not in voted]
     if not peer.member:
@@ -128,10 +130,25 @@ def vote(peer: Peer, agenda: tuple[Case, ...]) -> Story:
     return offenders
 
 
-def wait(peer: Peer, missed: Iterable[bytes]) -> Story:
-    """Say for whom the run waits, which it could not go on without."""
+def wait(peer: Peer, decision: Decision) -> Story:
+    """WAIT: the floor lets nobody go that should. Returns how the attempt ends if enough are back to do without them.
+
+    Otherwise what was to be said is said again. Nobody hurries: what is waited for takes time.
+    """
+    config = peer.config
     if peer.member:
-        yield Note(Waiting(peer.view.step, peer.level + 1, tuple(sorted(missed))))
+        yield Note(Waiting(peer.view.step, peer.level + 1, tuple(sorted(decision.removed))))
+    yield from fetch(peer, lambda: False, tuple, peer.time + 4 * config.delta)
+    back = tuple(sorted(filter(peer.is_back, peer.absent)))[: m.MAX_MEMBERS]
+    yield from agree(peer, Phase.WAIT, m.Wait(back), work=4 * config.delta)
+    offenders = find_offenders(config, peer.transcript, Phase.WAIT)
+    if offenders.banned:
+        return (yield from abort(peer, offenders))
+    coming = find_relief(config, peer.transcript, decision)
+    if coming is None:
+        return None
+    decision.coming = coming
+    return (yield from abort(peer, decision))
 
 
 def execute(before: View, decision: Decision, view: View) -> None:
@@ -237,6 +254,7 @@ def follow(peer: Peer, transcript: Transcript, height: int, resolution: Resoluti
 def settle_view(peer: Peer) -> Story:
     """COMMIT is complete: everybody starts from this view, and what the step before led to is settled for ever."""
     fresh, peer.base = peer.base != peer.view, peer.view
+    peer.shorten_links(peer.view, next(iter(peer.transcript.phases.values())))
     if fresh:
         yield Keep(encode_view(peer.view), peer.view.height)
     if peer.riding:

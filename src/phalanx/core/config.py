@@ -43,7 +43,10 @@ class AutomaticTau(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Tolerance(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Relative distances between recomputed gradients: below ``lower`` fine, above ``upper`` guilty (section 9)."""
+    """Distances between recomputed gradients: up to ``lower`` fine, above ``upper`` guilty (section 9).
+
+    They are shares, of what the optimizer says: a tensor's gradient, or what a coordinate's push is divided by.
+    """
 
     lower: float
     upper: float

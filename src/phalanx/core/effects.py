@@ -127,6 +127,19 @@ class ComputeReport(Struct, frozen=True):
     tau: float
 
 
+class MeasureDeviation(Struct, frozen=True):
+    """How far a deviation from the gradient could move the state before ``step``, as the optimizer sees it.
+
+    The result is a share of what the gradient itself could, or None if that state is not here. A run's ``Tolerance`` is
+    in these terms: one share for all the optimizer's ways to weigh coordinates.
+    """
+
+    step: int
+    deviation: Tensor
+    """Not negative, float32."""
+    gradient: Tensor
+
+
 class Apply(Struct, frozen=True):
     """Update the state before ``step`` with the aggregate.
 
@@ -224,6 +237,7 @@ Effect: TypeAlias = (
     | Foresee
     | ComputeAggregate
     | ComputeReport
+    | MeasureDeviation
     | Apply
     | Undo
     | HashState

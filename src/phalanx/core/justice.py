@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from phalanx.core import messages as m
 from phalanx.core.config import AutomaticTau, Config
 from phalanx.core.crypto import compute_commitment, compute_digest
 from phalanx.core.envelope import Letter
+from phalanx.core.gap import SUSPENDED, Gap, find_gaps, find_suspended
 from phalanx.core.membership import (
     Caught,
     Changes,
@@ -25,6 +26,7 @@ from phalanx.core.membership import (
     change_members,
     compute_margin,
     find_record,
+    find_replacements,
     find_targets,
     finish_step,
     has_concluded,
@@ -87,6 +89,8 @@ class Decision:
     """Members who may know of lies that nobody was convicted of: no vote came of what they said."""
     pairs: set[tuple[bytes, bytes]] = field(default_factory=set)
     """Of those who are removed: who kept naming each other."""
+    coming: frozenset[bytes] = frozenset()
+    """Suspended members that come in at once, for those that go."""
     late: frozenset[bytes] = frozenset()
     """Members that were late to more others than can be Byzantine, or say so of more: a strike."""
     cut: set[bytes] = field(default_factory=set)
@@ -436,9 +440,21 @@ def decide(config: Config, transcript: Transcript, agenda: tuple[Case, ...], cas
     _decide_blind(config, transcript, decision)
     _decide_states(transcript, decision)
     _decide_complaints(config, transcript, decision)
+    if config.tolerance is not None:
+        gaps = (*transcript.view.gaps, *find_fresh_gaps(transcript))
+        for key in sorted(find_suspended(gaps, transcript.view.bound)):
+            decision.remove(key, SUSPENDED)
     for key in sorted(find_leaving(transcript)):
         decision.remove(key, LEFT)
     return decision
+
+
+def find_fresh_gaps(transcript: Transcript) -> list[Gap]:
+    """Tolerant: what this attempt's reports say of gradients between the thresholds."""
+    said = {k: x.body.findings for k, x in (transcript.reports or {}).items() if isinstance(x.body, m.Report)}
+    drawn = {(check.checker, check.target) for check in transcript.duties.checks}
+    found = find_gaps(transcript.view.step, said, drawn)
+    return [gap for gap in found if gap.target in transcript.view.roster]
 
 
 def find_leaving(transcript: Transcript) -> set[bytes]:
@@ -647,8 +663,9 @@ def find_blind(config: Config, transcript: Transcript) -> set[bytes]:
     """Members that lost the rows of their part. Where the run cannot go on without them they get them again."""
     view, confirms = transcript.view, transcript.phases[Phase.CONFIRM]
     blind = {key for key, letter in confirms.items() if isinstance(letter.body, m.Confirm) and letter.body.blind}
-    staying = {*view.roster} - blind
-    return blind if len(blind) > view.bound or is_enough(config, view.attempts, staying, view.doubts) else set()
+    if len(blind) > view.bound:
+        return blind
+    return {key for key in blind if is_enough(config, view.attempts, {*view.roster} - {key}, view.doubts)}
 
 
 def _add_up(numbers: Iterable[float]) -> float:
@@ -772,7 +789,7 @@ def find_served(transcript: Transcript) -> dict[bytes, bytes]:
 def make_retry(config: Config, transcript: Transcript, decision: Decision, height: int, previous: bytes) -> View:
     """The view of the next attempt at the same step."""
     view = note_progress(config, transcript, height)
-    changes = decision.get_changes(find_late(transcript))
+    changes = replace(decision.get_changes(find_late(transcript)), coming=decision.coming)
     return retry_step(config, view, changes, height, previous, decision.acquitted)
 
 
@@ -800,6 +817,7 @@ def make_next(config: Config, transcript: Transcript, decision: Decision, height
         unshown=_find_hidden(config, transcript),
         joins=[key for key, count in asked.items() if count > transcript.view.bound],
         acquitted=decision.acquitted,
+        gaps=find_fresh_gaps(transcript) if config.tolerance is not None else (),
     )
 
 
@@ -815,9 +833,31 @@ def follow_resolution(
     if concluded is not None:
         return retry_step(config, concluded, changes, start, previous)
     view = note_progress(config, transcript, height)
-    if transcript.heights.get(height) is Phase.REVEAL and resolution.removed:
+    if resolution.removed and _may_be_revealed(transcript, height, resolution):
         view = note_withheld_share(view)
     return retry_step(config, view, changes, start, previous)
+
+
+def _may_be_revealed(transcript: Transcript, height: int, resolution: Resolution) -> bool:
+    """Whether somebody may have known the outcome of REVEAL and kept it from the others, by silence or a stray root."""
+    phase = transcript.heights.get(height)
+    if phase in (Phase.AGGREGATE, Phase.AGGREGATE_AGAIN):
+        return any(slot.height == height + 1 for slot in resolution.slots)
+    return phase is Phase.REVEAL
+
+
+def find_back(transcript: Transcript) -> set[bytes]:
+    """Suspended members that more than ``bound`` members, so an honest one, have heard of while they wait."""
+    values = transcript.phases.get(Phase.WAIT, {}).values()
+    listed = Counter(key for x in values if isinstance(x.body, m.Wait) for key in x.body.joins)
+    return {key for key, count in listed.items() if count > transcript.view.bound}
+
+
+def find_relief(config: Config, transcript: Transcript, decision: Decision) -> frozenset[bytes] | None:
+    """Who comes in for those whom the floor kept, once a WAIT is agreed; None if too few are back."""
+    waits = sum(phase is Phase.WAIT for phase in transcript.heights.values())
+    changes, back = decision.get_changes(), find_back(transcript)
+    return find_replacements(config, transcript.view, changes, back, False, waits)
 
 
 def is_changed(before: View, after: View) -> bool:

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from phalanx.core.config import KEPT_STEPS, AutomaticTau, Config
 from phalanx.core.crypto import compute_digest
+from phalanx.core.gap import Gap, compute_window, note_gaps
 from phalanx.core.messages import MAX_CASES, MAX_MEMBERS
 from phalanx.core.randomness import Stream, derive_seed
 
@@ -170,6 +171,8 @@ class View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dic
     attempts: tuple[Committed, ...]
     """Attempts of the last steps: what may still be checked."""
     suspects: tuple[Suspect, ...]
+    gaps: tuple[Gap, ...]
+    """Tolerant: who was found between the thresholds lately, and by whom."""
 
 
 def encode_view(view: View) -> bytes:
@@ -435,13 +438,14 @@ def make_genesis(config: Config) -> View:
         candidates=(),
         attempts=(),
         suspects=(),
+        gaps=(),
     )
 
 
 @lru_cache(maxsize=16)
 def _draw_order(randomness: bytes, roster: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """In one process many peers want the same one."""
-    return tuple(Stream(derive_seed(randomness, "duties")).draw_sample(roster, len(roster)))
+    """By a lot of each, so that whoever goes moves nobody else; in one process many peers want the same order."""
+    return tuple(sorted(roster, key=lambda key: derive_seed(randomness, "duties", key)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -636,6 +640,7 @@ def finish_step(
     joins: Sequence[bytes],
     unshown: Collection[bytes] = (),
     acquitted: Collection[Suspect] = (),
+    gaps: Collection[Gap] = (),
 ) -> View:
     """The view of the next step."""
     assert view.drawn is not None, "a step is finished once its randomness is known"
@@ -680,9 +685,14 @@ def finish_step(
         complaints=tuple(
             c for c in (*view.complaints, *complaints) if c.step > step - config.complaint_window and c.namer in roster
         ),
+        gaps=note_gaps(view.gaps, gaps, step=step, window=_find_window(config, roster), roster=roster),
         attempts=tuple(a for a in view.attempts if a.step > step - 1 - KEPT_STEPS),
         suspects=tuple(s for s in view.suspects if s.step > step - 1 - KEPT_STEPS),
     )
+
+
+def _find_window(config: Config, roster: Sequence[bytes]) -> int:
+    return compute_window(len(roster), config.byzantine, config.validators)
 
 
 def _forgive(config: Config, view: View) -> View:
@@ -724,12 +734,12 @@ def _draw_trial_checks(
     spared for it."""
     if not tried:
         return ()
-    checkers = Stream(derive_seed(randomness, "trials"))
-    return tuple(
-        Check(checkers.draw_sample(witnesses, 1)[0], key, view.step, view.attempt)
-        for key in tried
-        for _ in range(count)
-    )
+
+    def draw(key: bytes, number: int) -> bytes:
+        lot = derive_seed(randomness, "trials", key, number.to_bytes(8, "little"))
+        return min(witnesses, key=lambda checker: derive_seed(lot, "checker", checker))
+
+    return tuple(Check(draw(key, number), key, view.step, view.attempt) for key in tried for number in range(count))
 
 
 def _advance_candidates(

@@ -68,6 +68,7 @@ class Phase(IntEnum):
     VOTE = 8
     SEAL = 9
     ABORT = 10
+    WAIT = 11  # at the floor: who is back of those that are suspended
 
 
 class Verdict(StrEnum):
@@ -246,7 +247,16 @@ class Abort(_Said, frozen=True):
         _require(_is_increasing(self.culprits), "culprits: not increasing")
 
 
-AgreedBody: TypeAlias = Commit | Aggregate | Reveal | Report | Confirm | Vote | Seal | Abort
+class Wait(_Said, frozen=True):
+    """WAIT. The suspended members that have shown me that they are there, while the floor lets nobody go."""
+
+    joins: Keys
+
+    def __post_init__(self) -> None:
+        _require(_is_increasing(self.joins), "joins: not increasing")
+
+
+AgreedBody: TypeAlias = Commit | Aggregate | Reveal | Report | Confirm | Vote | Seal | Abort | Wait
 
 BODY_OF_PHASE: dict[Phase, type[AgreedBody]] = {
     Phase.COMMIT: Commit,
@@ -259,6 +269,7 @@ BODY_OF_PHASE: dict[Phase, type[AgreedBody]] = {
     Phase.VOTE: Vote,
     Phase.SEAL: Seal,
     Phase.ABORT: Abort,
+    Phase.WAIT: Wait,
 }
 
 

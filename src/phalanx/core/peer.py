@@ -15,13 +15,13 @@ from torch import Tensor
 
 from phalanx.core import messages as m
 from phalanx.core.assembly import Assembly, Rows
-from phalanx.core.certificates import find_phase
+from phalanx.core.certificates import find_certificate, find_phase
 from phalanx.core.codec import encode
 from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.effects import Broadcast, Effect, Finished, Leave, Receive, Send, Story
 from phalanx.core.envelope import Examiner, Letter
-from phalanx.core.membership import View, compute_duties
+from phalanx.core.membership import View, compute_duties, make_genesis
 from phalanx.core.merkle import hash_part, verify_path
 from phalanx.core.messages import MAX_CHUNK, Message, Phase, Signed
 from phalanx.core.partition import compute_part_sizes, join_parts
@@ -34,6 +34,8 @@ _PAST_HEIGHTS = 64
 FUTURE_HEIGHTS = 4
 _MOST_CASES = 1024
 _MOST_SETTLEMENTS = 32
+_MOST_LINKS = 32
+"""Of the chain of views, before links are left out that a later COMMIT makes needless."""
 _MOST_JOINS = 256
 _PASSED_JOINS, _NEW_JOINS = 16, 64
 """Requests to join that are passed on within ``delta``: those of one member, and those of all strangers together."""
@@ -268,6 +270,13 @@ class Peer:
         _drop(self.settlements, list(self.settlements)[: max(0, len(self.settlements) - _MOST_SETTLEMENTS)])
         self.asked = {request for request in self.asked if request[1] >= old}
         self.partial = {place: assembly for place, assembly in self.partial.items() if place[1] >= old}
+
+    def forget_heights(self) -> None:
+        """In an attempt that goes on and on, while it waits: what is said again and again is not all kept."""
+        oldest = self.level - _PAST_HEIGHTS
+        if oldest > self.view.height and oldest % _PAST_HEIGHTS == 0:
+            for table in (self.pages, self.transcript.heights):
+                _drop(table, [height for height in table if self.view.height < height < oldest])
 
     def is_back(self, key: bytes) -> bool:
         """Whether a suspended member has shown lately that it is there and holds the state."""
@@ -641,6 +650,16 @@ class Peer:
         self.links = [link for link in self.links if link[0].height <= messages[0].height]
         if not self.links or view.height > self.links[-1][0].height:
             self.links.append((view, messages))
+
+    def shorten_links(self, view: View, letters: Values) -> None:
+        """Leave out links where the view's COMMIT has a quorum of an earlier roster behind it: a chain stays short."""
+        if len(self.links) <= _MOST_LINKS:
+            return
+        messages = tuple(letter.message for letter in letters.values())
+        for place, before in enumerate([make_genesis(self.config), *(link[0] for link in self.links[:-1])]):
+            if find_certificate(self.config, self.examiner, before, view, messages) is not None:
+                self.links[place:] = [(view, messages)]
+                return
 
 
 def _drop(table: dict[Any, Any], places: Iterable[Any]) -> None:

@@ -104,7 +104,9 @@ def run_attempt(peer: Peer) -> Story:
             offenders = decide_openings(config, transcript)
         if not is_stuck(config, view, offenders):
             break
-        yield from wait(peer, offenders.removed)
+        ending = yield from wait(peer, offenders)
+        if ending is not None:
+            return ending
     if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
 
@@ -129,8 +131,9 @@ def run_attempt(peer: Peer) -> Story:
         offenders = decide_aggregates(transcript)
     stuck = is_stuck(config, view, offenders)
     while stuck or (not offenders.ends_attempt and is_lacking(transcript)):
-        if stuck:
-            yield from wait(peer, offenders.removed)
+        ending = (yield from wait(peer, offenders)) if stuck else None
+        if ending is not None:
+            return ending
         yield from gather(peer, patience)
         report = yield from make_report(peer, own, findings)
         yield from agree(peer, Phase.REPORT_AGAIN, report, work=patience)

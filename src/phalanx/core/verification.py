@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from phalanx.core.clipping import PROMISE
+from phalanx.core.config import Tolerance
 from phalanx.core.gram import is_narrow
 from phalanx.core.messages import Verdict
 from phalanx.core.randomness import Stream, derive_seed, gaussian_table, gaussian_vector
@@ -504,24 +505,42 @@ def is_balanced(rows: Tensor | Sequence[Tensor], aggregate: Tensor, tau: float, 
     return math.sqrt(square) <= balance_bound(tau, count, size, wire, cap) * (1 + 1e-6)
 
 
-def compare_gradients(claimed: Sequence[Tensor], mine: Sequence[Tensor], lower: float, upper: float) -> Verdict:
-    """V4 in tolerant mode: how far committed parts are from my own, relative to mine.
+def find_deviation(claimed: Tensor, mine: Tensor, wire: Wire) -> Tensor:
+    """V4 in tolerant mode: how far each committed number is from what my own could have been rounded to.
 
-    Platforms round differently, so in between nobody is guilty and nobody is cleared.
+    ``mine`` is what I computed, before it was rounded to the wire type. A number that another platform moved by a hair
+    over the edge between two codes is no farther than that hair; a code more, where mine is in the middle, is half of
+    one. What is beyond the type's range counts as its edge. The result is float32.
     """
-    if [part.numel() for part in claimed] != [part.numel() for part in mine]:
-        raise ValueError("claimed: not of the sizes of mine")
-    square_distance = square_size = 0.0
-    for theirs, own in zip(claimed, mine, strict=True):
-        for columns in _chunks(own.numel()):
-            x, y = _wide(theirs[columns]), _wide(own[columns])
-            square_size += float(_add_up(y * y))
-            with np.errstate(invalid="ignore"):  # inf - inf
-                difference = x - y
-            square_distance += float(_add_up(difference * difference))
-    if not math.isfinite(square_size):
+    if claimed.shape != mine.shape:
+        raise ValueError("claimed: not of the size of mine")
+    largest, found = torch.finfo(wire.dtype).max, torch.empty(len(mine))
+    reaches = wire.find_reaches(claimed)
+    for columns in _chunks(len(mine)):
+        off = claimed[columns].double().sub_(mine[columns].double().clamp_(-largest, largest)).abs_()
+        found[columns] = off.sub_(reaches[columns]).clamp_(min=0)
+    return found
+
+
+def measure_tensors(deviation: Tensor, gradient: Tensor, sizes: Sequence[int], floor: float = 0.0) -> float:
+    """How long a deviation is relative to the gradient, in that tensor of the model where it is longest.
+
+    A tensor's gradient counts as at least ``floor`` of the whole: where it is zero but for rounding, any two platforms
+    differ by all of it.
+    """
+    offs, lengths, start = [], [], 0
+    for size in sizes:
+        piece = slice(start, start := start + size)
+        offs.append(math.sqrt(_square(deviation[piece])))
+        lengths.append(math.sqrt(_square(gradient[piece])))
+    least = max(floor * math.hypot(*lengths), _TINY)
+    return max((off / max(length, least) for off, length in zip(offs, lengths, strict=True)), default=0.0)
+
+
+def judge_distance(distance: float, tolerance: Tolerance) -> Verdict:
+    """V4 in tolerant mode: platforms round differently, so in between nobody is guilty and nobody is cleared."""
+    if math.isnan(distance):
         return Verdict.INCONCLUSIVE  # then it is I who cannot tell
-    relative = math.sqrt(square_distance) / max(math.sqrt(square_size), _TINY)
-    if relative <= lower:
+    if distance <= tolerance.lower:
         return Verdict.INNOCENT
-    return Verdict.INCONCLUSIVE if relative <= upper else Verdict.GUILTY
+    return Verdict.INCONCLUSIVE if distance <= tolerance.upper else Verdict.GUILTY

@@ -145,6 +145,10 @@ class Wire:
         """What others read of a vector that is held here."""
         return vector
 
+    def find_reaches(self, vector: Tensor) -> Tensor:
+        """How far from each number of a vector that was read, at most, lie the numbers that round to it: float64."""
+        return vector.double().abs().mul_(self.roundoff).add_(self.least / 2)
+
 
 # ---- Eight bits, in blocks
 
@@ -227,6 +231,12 @@ class Blocks(Wire):
         found = self.decode(self._pack(vector).data, vector.numel())
         assert found is not None
         return found.to(vector.device)
+
+    def find_reaches(self, vector: Tensor) -> Tensor:
+        """Half of its block's unit, which the largest number of a block tells."""
+        blocks = torch.nn.functional.pad(vector, (0, -len(vector) % BLOCK)).view(-1, BLOCK)
+        units = 2.0 ** (_quantize(blocks)[0].double() - _SHIFT)
+        return (units / 2).repeat_interleave(BLOCK)[: len(vector)]
 
 
 def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:

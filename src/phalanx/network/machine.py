@@ -17,11 +17,12 @@ from phalanx.core.effects import (
     Effect,
     HashState,
     HasState,
+    MeasureDeviation,
     Readable,
     ReadState,
     Undo,
 )
-from phalanx.core.verification import Projections, compute_report
+from phalanx.core.verification import Projections, compute_report, measure_tensors
 
 
 class Machine(Protocol):
@@ -43,6 +44,10 @@ class Machine(Protocol):
         tau: float,
     ) -> Projections:
         return compute_report(parts, aggregates, seeds, tau)
+
+    def measure_deviation(self, step: int, deviation: Tensor, gradient: Tensor) -> float | None:
+        """Where the gradient itself moves the state: its length beside the gradient's."""
+        return measure_tensors(deviation, gradient, (len(gradient),))
 
     def apply(self, step: int, aggregate: Tensor) -> None: ...
 
@@ -66,6 +71,7 @@ COMPUTATIONS: dict[type, Callable[[Machine, Any], Any]] = {
     ComputeReport: lambda machine, effect: machine.compute_report(
         effect.parts, effect.aggregates, effect.seeds, effect.tau
     ),
+    MeasureDeviation: lambda machine, effect: machine.measure_deviation(effect.step, effect.deviation, effect.gradient),
     Apply: lambda machine, effect: machine.apply(effect.step, effect.aggregate),
     Undo: lambda machine, effect: machine.undo(effect.step),
     HashState: lambda machine, effect: machine.hash_state(effect.step),

@@ -189,6 +189,20 @@ def describe_margin(event: MarginLost) -> str:
     return f"{many.get(event.margin, f'{event.margin} more members may fall silent')}, then the run waits"
 
 
+def describe_floor(peers: int, byzantine: int, floor: int) -> str:
+    """How many members a run can spare, and whether silent attackers can make it wait."""
+    margin = peers - floor
+    text = f"the run goes on while {floor} of its {peers} members can be reached: {margin or 'none'} may be away"
+    if not byzantine:
+        return text
+    honest = margin - byzantine
+    if honest >= 0:
+        alone = f"while at most {honest} honest {'members are' if honest > 1 else 'member is'}" if honest else "alone"
+        return f"{text}; attackers cannot halt it {alone}"
+    at_floor = "one silent attacker" if not margin else "then one silent attacker"
+    return f"{text}, and {at_floor} can make it wait; with {floor + byzantine} members attackers alone could not"
+
+
 def describe_attack(started: RunStarted) -> str:
     """``3 of 8 peers attack from step 20``."""
     if started.attack is None or not started.byzantine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from phalanx.training.manifest import (
     format_manifest,
     parse_network_manifest,
 )
-from phalanx.training.optimizers import State, compute_state_digest, make_optimizer
+from phalanx.training.optimizers import Continued, Optimizer, State, compute_state_digest, make_optimizer
 from phalanx.training.planning import make_plan
 from phalanx.training.solo import Solo
 from phalanx.training.task import Task
@@ -118,6 +119,7 @@ def make_network_manifest(
         wire=wire,
         device=device,
         code=compute_code_digest(task),
+        tolerant=tolerance is not None,
     )
     solo = Solo(gradients, make_optimizer(plan.optimizer, plan.run.steps, gradients.sizes))
     if gradient_time is None:
@@ -148,12 +150,18 @@ def make_network_manifest(
 
 
 def prepare(
-    manifest: NetworkManifest, task: Task, say: Callable[[str], None], threads: int | None = None, history: int = 0
+    manifest: NetworkManifest,
+    task: Task,
+    say: Callable[[str], None],
+    threads: int | None = None,
+    history: int = 0,
+    start: State | None = None,
 ) -> Prepared:
     """Check that this machine holds the same data and computes the same; :class:`LocalError` says what differs.
 
     ``threads`` may be another number than the manifest's where the run tolerates other platforms; ``history`` is of how
-    many past steps this peer keeps the parameters (:func:`count_history`).
+    many past steps this peer keeps the parameters (:func:`count_history`). ``start`` is the state that a run goes on
+    from, if it does and this peer has it: one that joins gets the present one from the members.
     """
     section, run, net = manifest.task, manifest.run, manifest.network
     task = replace(task, batch=section.batch)
@@ -179,8 +187,15 @@ def prepare(
         )
     gradients = Gradients(task, run.seed, run.device)
     gradients.require_repeatable()
-    solo = Solo(gradients, make_optimizer(manifest.optimizer, run.steps, gradients.sizes), history)
-    if solo.start_digest.hex() != net.state:
+    if not re.fullmatch("[0-9a-f]{64}", net.state):
+        raise LocalError(f"state: expected a digest, 64 hexadecimal digits, got {net.state[:80]!r}")
+    optimizer = find_optimizer(manifest, gradients)
+    if start is not None and (len(start.parameters), len(start.slots)) != (gradients.size, len(optimizer.slot_names)):
+        raise LocalError(
+            f"the state that the run goes on from is not one of task {section.name!r} with {manifest.optimizer['name']}"
+        )
+    solo = Solo(gradients, optimizer, history, start)
+    if manifest.origin is None and solo.start_digest.hex() != net.state:
         raise LocalError(
             "the initial parameters differ from the run's: the software here draws others; install the versions that "
             "the founders have"
@@ -204,8 +219,16 @@ def prepare(
             f"the metric takes {evaluation:.1f} s here, and the run allows {net.gradient_time:g} s for a gradient, "
             "which would have to wait for it: it is computed at the end only"
         )
-    config = manifest.make_config(manifest.founders, gradients.size, solo.start_digest).check()
+    config = manifest.make_config(manifest.founders, gradients.size, bytes.fromhex(net.state)).check()
     return Prepared(config, gradients, solo, evaluates)
+
+
+def find_optimizer(manifest: NetworkManifest, gradients: Gradients) -> Optimizer:
+    """The run's optimizer; in a run that goes on from another one, with the steps before it behind it."""
+    before = manifest.steps_before
+    require_whole("origin: steps", before, 0)
+    whole = make_optimizer(manifest.optimizer, before + manifest.run.steps, gradients.sizes)
+    return Continued(rate=whole.rate, inner=whole, before=before) if manifest.origin is not None else whole
 
 
 def require_whole(name: str, value: int | None, low: int = 1) -> None:
@@ -247,8 +270,7 @@ def compute_conformance(solo: Solo) -> str:
     """The digest of the state after one update with a known vector: equal wherever the arithmetic is."""
     vector = gaussian_vector(derive_seed(bytes(32), "conformance"), len(solo.start.parameters))
     vector = vector.to(solo.start.parameters.device)
-    state = State(vector, solo.start.slots)
-    return compute_state_digest(solo.optimizer.update(state, vector, 0)).hex()
+    return compute_state_digest(solo.optimizer.update(solo.optimizer.init(vector), vector, 0)).hex()
 
 
 def compute_code_digest(task: str) -> str | None:
@@ -268,15 +290,17 @@ _COMMENTS = {
     "# The run goes on while 2 byzantine + 1 + validators of its members can be reached, and waits below.",
     "[clipping]": "CenteredClip. Without `tau` it follows the agreed scale of gradients between floor and ceiling.",
     "[network]": "Founders by their peer ids (phalanx keygen prints them). Times are in seconds.",
+    "[origin]": "This run goes on from a certified state of another one, after so many steps of training.\n"
+    "# The state is in the file beside this one; `start` checks it against `state` above.",
     "delta": "within this a message between honest peers arrives: generous, since removals rest on it",
     "gradient_time": "allowed for one gradient",
     "transfer_time": "allowed for moving the parts of a gradient, and for the arithmetic on them",
     "quorum": 'or "partition-safe": halts on both sides of a split network, needs byzantine < peers / 3',
     "platform": "recomputation is bit for bit on this platform; with `lower` and `upper`, relative distances, on any",
-    "probation": "steps that a returning member computes without weight",
-    "newcomer_probation": "the same for a newcomer; 0: as the odds of catching a cheat ask for",
+    "probation": "the least steps that a newcomer computes without weight",
+    "newcomer_probation": "the number itself; 0: as the odds of catching a cheat ask for",
     "admissions": "newcomers on probation at the same time",
-    "state": "digest of the initial parameters and optimizer state",
+    "state": "digest of the parameters and the optimizer state before the first step",
     "conformance": "digest after one known update: shows that a platform's arithmetic is the run's",
 }
 

@@ -48,6 +48,9 @@ class Workshop:
         found = self._gradients.get(state, {}).get((seed, False))
         return found[1] if found is not None else None
 
+    def measure_deviation(self, state: bytes, step: int, deviation: Tensor, gradient: Tensor) -> float:
+        return self.optimizer.measure_deviation(self._states[state], deviation, gradient, step, self.gradients.sizes)
+
     def update(self, step: int, state: bytes, aggregate: Tensor) -> bytes:
         """The digest of the state that follows."""
         if self._history:
@@ -91,6 +94,10 @@ class Trainer(Machine):
         digest = self.digests.get(step)
         return self._workshop.compute(digest, seed)[0] if digest is not None else None
 
+    def measure_deviation(self, step: int, deviation: Tensor, gradient: Tensor) -> float | None:
+        digest = self.digests.get(step)
+        return self._workshop.measure_deviation(digest, step, deviation, gradient) if digest is not None else None
+
     def apply(self, step: int, aggregate: Tensor) -> None:
         self.digests[step + 1] = self._workshop.update(step, self.digests[step], aggregate)
         for old in [old for old in self.digests if old < step - KEPT_STEPS]:
@@ -128,3 +135,8 @@ class Trainer(Machine):
     def compute_earlier(self, step: int, seed: bytes, delay: int) -> Tensor:
         earlier = self._workshop.parameters.get(step - delay, self._workshop.start.parameters)
         return self._workshop.gradients.compute(earlier, seed)
+
+    def find_deviation(self, step: int, direction: Tensor, gradient: Tensor) -> Tensor:
+        shop = self._workshop
+        state = shop.get(self.digests[step])
+        return shop.optimizer.find_deviation(state, direction, gradient, step, shop.gradients.sizes)

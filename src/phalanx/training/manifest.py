@@ -112,6 +112,8 @@ class SimulationSection(_Section, frozen=True, kw_only=True):
     start: Count
     every: Positive
     delay: Positive | None = None
+    lower: float | None = None
+    upper: float | None = None
     attackers: list[Count]
     evaluate_every: Positive
     checkpoint_every: Positive
@@ -134,6 +136,15 @@ class NetworkSection(_Section, frozen=True, kw_only=True):
     admissions: Count = 1
     state: str
     conformance: str
+
+
+class OriginSection(_Section, frozen=True, kw_only=True):
+    """What a run goes on from, if it does not begin with initial parameters."""
+
+    run: str
+    """The name of the run before it."""
+    steps: int
+    """Of training before this run, in all runs before it: the schedule goes on from there."""
 
 
 class Plan(_Section, frozen=True, kw_only=True):
@@ -183,11 +194,19 @@ class Manifest(Plan, frozen=True, kw_only=True):
 
     simulation: SimulationSection
 
+    def _get_network_settings(self) -> dict[str, Any]:
+        return {"tolerance": _make_tolerance(self.simulation)}
+
 
 class NetworkManifest(Plan, frozen=True, kw_only=True):
     """A run between machines."""
 
     network: NetworkSection
+    origin: OriginSection | None = None
+
+    @property
+    def steps_before(self) -> int:
+        return self.origin.steps if self.origin is not None else 0
 
     @property
     def name(self) -> str:
@@ -202,10 +221,15 @@ class NetworkManifest(Plan, frozen=True, kw_only=True):
         net = self.network
         same = ("delta", "gradient_time", "transfer_time", "probation", "newcomer_probation", "admissions")
         return {
-            "tolerance": Tolerance(net.lower, net.upper) if net.lower is not None and net.upper is not None else None,
+            "tolerance": _make_tolerance(net),
             "partition_safe": net.quorum == "partition-safe",
             **{name: getattr(net, name) for name in same},
         }
+
+
+def _make_tolerance(section: SimulationSection | NetworkSection) -> Tolerance | None:
+    lower, upper = section.lower, section.upper
+    return Tolerance(lower, upper) if lower is not None and upper is not None else None
 
 
 _P = TypeVar("_P", bound=Plan)
@@ -216,6 +240,8 @@ def format_manifest(manifest: Plan) -> str:
     lines = ["# A run of Phalanx: with this file and the same software it can be repeated bit for bit."]
     lines.append(f"version = {values.pop('version')}")
     for section, fields in values.items():
+        if fields is None:
+            continue
         lines += ["", f"[{section}]"]
         lines += [f"{name} = {_format(value)}" for name, value in fields.items() if value is not None]
     return "\n".join(lines) + "\n"

@@ -33,12 +33,17 @@ from torch import Tensor
 from phalanx.core.crypto import compute_digest
 from phalanx.core.errors import LocalError
 from phalanx.core.room import make_room_like
+from phalanx.core.verification import measure_tensors
 from phalanx.core.wire import WIRE_TYPES, decode_tensor, view_bytes
 from phalanx.training.schedules import SCHEDULES, Schedule, compute_power
 
 _BLOCK = 1 << 17  # numbers that a CPU takes through all operations while they are in its cache
 _LANES = 1 << 16  # part of the arithmetic: another number is another sum
 _MOST_TRUST = 1e6
+_TINY = 1e-30
+_LEAST_PUSH = 1e-3  # of a coordinate on average, in a tensor that some batches touch; Adam's is up to 1
+_LEAST_TENSOR = 1e-3
+"""Of the whole gradient, a tensor's own counts as at least this share when somebody's deviation is measured."""
 _GRADIENTS = frozenset(wire.dtype for wire in WIRE_TYPES.values())
 
 Slots: TypeAlias = tuple[Tensor, ...]
@@ -148,6 +153,24 @@ class Optimizer(ABC):
                 raise LocalError(f"step {step}: the update overflows ({name}); lower the rate or the cap on gradients")
         return after
 
+    def measure_deviation(
+        self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> float:
+        """How far a deviation from a peer's gradient could move this state, as a share of what the gradient could.
+
+        Where updates are sums of gradients: the deviation's length beside the gradient's, for each tensor of ``sizes``.
+        """
+        return measure_tensors(deviation, gradient, sizes, _LEAST_TENSOR)
+
+    def find_deviation(
+        self, state: State, direction: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> Tensor:
+        """The most that an attacker gets in along ``direction``: what :meth:`measure_deviation` says is 1."""
+        least, found = _LEAST_TENSOR * float(gradient.double().norm()), []
+        for d, g in zip(torch.split(direction, list(sizes)), torch.split(gradient, list(sizes)), strict=True):
+            found.append(d * (max(float(g.double().norm()), least) / max(float(d.double().norm()), _TINY)))
+        return torch.cat(found)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Scheduled(Optimizer, ABC):
@@ -224,6 +247,33 @@ class AdamW(_Scheduled):
         v = torch.mul(old[1][block], beta2, out=new[1][block]).add_((g * g).mul_(rest2))
         return m / _sqrt(v).mul_(correction).add_(_single(self.epsilon))
 
+    def measure_deviation(
+        self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> float:
+        """The largest share of what a coordinate's push is divided by: that much of a step it can move, and no more."""
+        shares = (
+            float((deviation[block].double() / self._compute_divisor(state, gradient, block, step)).max())
+            for block in _blocks(gradient)
+        )
+        return max(shares, default=0.0)
+
+    def find_deviation(
+        self, state: State, direction: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> Tensor:
+        divisors = [self._compute_divisor(state, gradient, block, step) for block in _blocks(gradient)]
+        return (torch.cat(divisors) * direction.sign()).float()
+
+    def _compute_divisor(self, state: State, gradient: Tensor, block: slice, step: int) -> Tensor:
+        """``sqrt(v) + epsilon``, with the ``v`` that the gradient alone would leave: float64.
+
+        From the ``v`` before it, all coordinates of the first step, and in any step those of a word that was long not
+        seen, would be judged by ``epsilon`` alone; there, honest platforms differ by more. Where the gradient is zero
+        this is ``epsilon`` and what earlier gradients left.
+        """
+        g, v = gradient[block].double(), state.slots[1][block].to(gradient.device).double()
+        v = v.mul_(self.beta2).add_(g.mul_(g).mul_(1 - self.beta2))
+        return v.div_(1 - compute_power(self.beta2, step + 1)).sqrt_().add_(self.epsilon)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lamb(AdamW):
@@ -258,6 +308,40 @@ class Lamb(AdamW):
         for (x, u), out, ratio in zip(tensors, torch.split(after.parameters, sizes), ratios, strict=True):
             torch.sub(x, u * _single(self._compute_rate(step) * ratio), out=out)
         return after
+
+    def measure_deviation(
+        self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> float:
+        """As for Adam; but a push is made as long as its tensor however short it is, so where it is tiny more is at
+        stake, and where a tensor has none any deviation is beyond measure."""
+        shares = [
+            float((deviation[piece].double() / self._compute_divisor(state, gradient, piece, step)).max()) / share
+            if share
+            else math.inf
+            for piece, share in self._find_shares(state, gradient, step)
+            if bool(deviation[piece].any())
+        ]
+        return max(shares, default=0.0)
+
+    def find_deviation(
+        self, state: State, direction: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> Tensor:
+        found = super().find_deviation(state, direction, gradient, step, sizes)
+        for piece, share in self._find_shares(state, gradient, step):
+            found[piece] *= share
+        return found
+
+    def _find_shares(self, state: State, gradient: Tensor, step: int) -> Iterator[tuple[slice, float]]:
+        """Each tensor's place, and its push as a share of the least that a tensor usually has: 1 at most."""
+        assert self.sizes is not None, "init checks the sizes"
+        rest, start = 1 - compute_power(self.beta1, step + 1), 0
+        for size in self.sizes:
+            piece = slice(start, start := start + size)
+            m = state.slots[0][piece].to(gradient.device).double() * self.beta1
+            m += gradient[piece].double() * (1 - self.beta1)
+            push = m.div_(self._compute_divisor(state, gradient, piece, step)).div_(rest)
+            push += state.parameters[piece].to(gradient.device).double() * self.weight_decay
+            yield piece, min(1.0, float(push.norm()) / (_LEAST_PUSH * math.sqrt(max(size, 1))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +389,37 @@ class Restarted(Optimizer):
             if is_last:
                 x.copy_(average)
         return after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued(Optimizer):
+    """Another optimizer that has made ``before`` steps in earlier runs: its schedule goes on where it stood.
+
+    What takes a step is passed on here with the steps before it, method by method; a test sees that none is left out.
+    """
+
+    inner: Optimizer
+    before: int
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return self.inner.slot_names
+
+    def init(self, parameters: Tensor) -> State:
+        return self.inner.init(parameters)
+
+    def _move(self, state: State, gradient: Tensor, step: int) -> State:
+        return self.inner._move(state, gradient, self.before + step)
+
+    def measure_deviation(
+        self, state: State, deviation: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> float:
+        return self.inner.measure_deviation(state, deviation, gradient, self.before + step, sizes)
+
+    def find_deviation(
+        self, state: State, direction: Tensor, gradient: Tensor, step: int, sizes: Sequence[int]
+    ) -> Tensor:
+        return self.inner.find_deviation(state, direction, gradient, self.before + step, sizes)
 
 
 # ---- Arithmetic
@@ -374,6 +489,16 @@ METHODS: dict[str, Method] = {
 }
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": Sgd, "adamw": AdamW, "lamb": Lamb, "restarted": Restarted}
+
+TOLERANCES: dict[str, tuple[float, float]] = {
+    "sgd": (1e-4, 1e-2),
+    "restarted": (1e-4, 1e-2),
+    "adamw": (0.03, 0.3),
+    "lamb": (0.03, 0.3),
+}
+"""LOWER and UPPER of a ``Tolerance`` that suits an optimizer: LOWER is about twice what honest platforms differ by or
+more (``experiments/tolerance.py``), UPPER at least ten times LOWER. What they are shares of, ``measure_deviation``
+says."""
 
 _SCHEDULE = ("schedule", "warmup", "floor")
 _GIVEN = ("steps", "sizes")  # fields that are no settings

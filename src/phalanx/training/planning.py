@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from phalanx.core.config import Config
 from phalanx.core.errors import LocalError
+from phalanx.core.membership import compute_floor
 from phalanx.core.partition import split_parts
 from phalanx.core.randomness import derive_seed
 from phalanx.training.gradients import Gradients
@@ -22,6 +24,9 @@ _TIGHT_CAP = 3.0
 _SAMPLES = 8  # gradients from which scales are measured
 _LARGE = 1 << 24  # parameters from which on so many gradients do not fit into memory
 _RANGE = 1e3  # by which an automatic tau may move from its start, up and down
+# Of AdamW where platforms may differ. Its usual one, 1e-8, is no larger than what rounding leaves of a gradient that is
+# zero, such as an attention's key biases have: there a check would compare noise with noise.
+_TOLERANT_EPSILON = 1e-6
 _RECIPE = ("steps", "tau", "optimizer")  # of a task's recipe; the rest are settings of the optimizer
 
 
@@ -42,11 +47,12 @@ def make_plan(
     wire: str,
     device: str,
     code: str | None = None,
+    tolerant: bool = False,
 ) -> Plan:
     """What every manifest has, with scales as measured on public batches."""
     gradients.require_repeatable()
     task = gradients.task
-    settings, steps = make_settings(task, optimizer or {}, method, steps)
+    settings, steps = make_settings(task, optimizer or {}, method, steps, tolerant)
     length, scale = measure_scales(gradients, peers, seed)
     if method == "btard-clipped-sgd" and clip is None:
         raise LocalError("method btard-clipped-sgd: expected a length to which gradients are scaled (clip, --clip)")
@@ -70,10 +76,23 @@ def make_plan(
     )
 
 
+def find_floor(byzantine: int, validators: int, quorum: str = "majority") -> int:
+    """The members below which a run waits, while nobody is banned (docs/PROTOCOL.md, section 4a)."""
+    config = Config(
+        founders=(),
+        byzantine=byzantine,
+        validators=validators,
+        size=1,
+        steps=1,
+        partition_safe=quorum == "partition-safe",
+    )
+    return compute_floor(config, byzantine)
+
+
 def make_settings(
-    task: Task, changes: Mapping[str, Any], method: str | None, steps: int | None
+    task: Task, changes: Mapping[str, Any], method: str | None, steps: int | None, tolerant: bool = False
 ) -> tuple[dict[str, Any], int]:
-    """The optimizer's settings, and how many steps."""
+    """The optimizer's settings, and how many steps. ``tolerant``: whether platforms may differ."""
     recipe = dict(task.recipe)
     chosen = steps if steps is not None else recipe.get("steps", 400)
     if method is not None and method not in METHODS:
@@ -85,6 +104,8 @@ def make_settings(
         own |= {"first_stage": max(1, chosen // 7)} if name == "restarted" else {}
     if own.get("warmup", 0) > chosen:
         own["warmup"] = chosen
+    if tolerant and name == "adamw":
+        own.setdefault("epsilon", _TOLERANT_EPSILON)
     settings = {"name": name, "rate": 0.1, **own, **changes}
     make_optimizer(settings, chosen)
     return settings, chosen

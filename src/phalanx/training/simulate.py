@@ -46,7 +46,7 @@ from phalanx.training.manifest import (
     read_manifest,
 )
 from phalanx.training.optimizers import make_optimizer
-from phalanx.training.planning import make_plan
+from phalanx.training.planning import find_floor, make_plan
 from phalanx.training.recorder import EVENTS, TRANSCRIPT, Recorder
 from phalanx.training.server import ServerRun
 from phalanx.training.swarm import SwarmRun
@@ -79,6 +79,10 @@ class Result:
     allreduce_bytes_per_peer_step: float
     """The same for a plain butterfly all-reduce."""
     state_digest: str
+    floor: int | None = None
+    """The members below which the run waits, while nobody is banned; None behind a server."""
+    margin: int | None = None
+    """Members beyond those, at the start: so many may be away."""
     interrupted: bool = False
     out: str | None = None
     log_head: str | None = None
@@ -113,6 +117,7 @@ def simulate(
     wire: str = "float32",
     device: str = "cpu",
     options: Mapping[str, str] | None = None,
+    tolerance: tuple[float, float] | None = None,
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     out: str | Path | None = None,
@@ -124,7 +129,8 @@ def simulate(
     ``task`` is a :class:`Task`, the name of a built-in one, or FILE.py:NAME; ``options`` are the task's. Attackers
     follow ``attack`` from step ``start`` on (if None, the attack's own), in every ``every``-th step. ``optimizer``
     overrides settings of the task's recipe; ``method`` is one of the paper's, of which btard-clipped-sgd scales
-    gradients to length ``clip`` (lambda).
+    gradients to length ``clip`` (lambda). With a ``tolerance``, LOWER and UPPER, gradients are checked as if platforms
+    differed.
 
     With ``out``, a folder that must not hold a run yet, everything is written there, and a run that was stopped goes on
     with :func:`resume`. ``on_event`` hears of everything as it happens; ``stop(step)``, asked after each step, ends the
@@ -162,6 +168,7 @@ def simulate(
         tau=tau,
         wire=wire,
         device=device,
+        tolerant=tolerance is not None,
     )
     attacks = byzantine > 0 and attack != "none"
     if attacks and start >= plan.run.steps:
@@ -174,6 +181,8 @@ def simulate(
             start=start,
             every=every,
             delay=delay,
+            lower=tolerance[0] if tolerance is not None else None,
+            upper=tolerance[1] if tolerance is not None else None,
             attackers=sorted(Random(seed).sample(range(peers), byzantine)) if attacks else [],
             evaluate_every=evaluate_every if evaluate_every is not None else max(1, plan.run.steps // 40),
             checkpoint_every=checkpoint_every if checkpoint_every is not None else max(1, plan.run.steps // 4),
@@ -332,6 +341,7 @@ def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = No
     attackers = set(first.attackers)
     work = sum(event.members for event in steps)
     size, n = first.size * first.number_bytes, first.peers
+    floor = find_floor(first.byzantine, first.validators) if first.defense == PHALANX else None
     waits = (story.compute_delay(ban) for ban in sorted(story.caught, key=lambda ban: ban.peer))
     return Result(
         final_metric=story.final_metric,
@@ -345,6 +355,8 @@ def summarize(told: list[Event], model: dict[str, Tensor], out: Path | None = No
         bytes_per_peer_step=sum(event.bytes_sent for event in steps) / work if work else None,
         allreduce_bytes_per_peer_step=2 * (n - 1) / n * size,
         state_digest=story.finished.state if story.finished is not None else steps[-1].state,
+        floor=floor,
+        margin=n - floor if floor is not None else None,
         interrupted=story.finished is None,
         out=str(out) if out is not None else None,
         model=model,

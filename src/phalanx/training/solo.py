@@ -21,9 +21,12 @@ from phalanx.training.shelf import Shelf
 class Solo(Machine):
     """The effects' ``Machine``. All but gradients is computed where it is asked for; those in any one thread."""
 
-    def __init__(self, gradients: Gradients, optimizer: Optimizer, history: int = 0) -> None:
+    def __init__(
+        self, gradients: Gradients, optimizer: Optimizer, history: int = 0, start: State | None = None
+    ) -> None:
+        """``start`` is the state before step 0, if the run goes on from another one's."""
         self._gradients, self.optimizer, self._history = gradients, optimizer, history
-        self.start = optimizer.init(gradients.start)
+        self.start = start if start is not None else optimizer.init(gradients.start)
         gradients.start = self.start.parameters  # the same numbers, held once
         self.start_digest = compute_state_digest(self.start)
         self.states: dict[int, State] = {0: self.start}
@@ -82,6 +85,12 @@ class Solo(Machine):
     def evaluate(self, parameters: Tensor) -> float:
         with self._busy:
             return self._gradients.evaluate(parameters)
+
+    def measure_deviation(self, step: int, deviation: Tensor, gradient: Tensor) -> float | None:
+        held, sizes = self.states.get(step), self._gradients.sizes
+        if held is None:
+            return None
+        return self.optimizer.measure_deviation(held, deviation, gradient, step, sizes)
 
     def apply(self, step: int, aggregate: Tensor) -> None:
         before = self.states[step]
@@ -143,3 +152,6 @@ class Solo(Machine):
     def compute_earlier(self, step: int, seed: bytes, delay: int) -> Tensor:
         with self._busy:
             return self._gradients.compute(self._past.get(step - delay, self.start.parameters), seed)
+
+    def find_deviation(self, step: int, direction: Tensor, gradient: Tensor) -> Tensor:
+        return self.optimizer.find_deviation(self.states[step], direction, gradient, step, self._gradients.sizes)
