@@ -184,7 +184,10 @@ def test_who_comes_back_first_does_not_take_one_after_another_along(seed: int) -
         for count, (first, second) in enumerate(itertools.pairwise(gone), 1):
             assert second - first >= min(40, 2**count) + 2, "away, and three complaints"
     for key in swarm.honest:  # never one after another: on average few are out
-        out = sum(key not in view.roster for view in (event.view for _, event in swarm.events[key] if isinstance(event, StepFinished)))
+        out = sum(
+            key not in view.roster
+            for view in (event.view for _, event in swarm.events[key] if isinstance(event, StepFinished))
+        )
         assert out <= 45
 
 

@@ -29,7 +29,7 @@ from phalanx.core.envelope import Letter
 from phalanx.core.events import Halted, Resumed, SlowPath, Waiting
 from phalanx.core.membership import Changes, View, compute_quorum, compute_roster_digest, find_replacements
 from phalanx.core.messages import AgreedBody, Phase, Signed
-from phalanx.core.peer import SOON, Lost, Peer
+from phalanx.core.peer import Lost, Peer
 from phalanx.core.slowpath import (
     SEALING,
     Resolution,
@@ -80,7 +80,7 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
             yield from _ask_those_ahead(peer, height, asked, checked)
         if enough < peer.entered and len(page.letters) >= honest:
             enough = peer.time  # all honest messages may be here: what is missing is late, or kept back
-            pull_at = min(pull_at, peer.time + delta / SOON)
+            pull_at = min(pull_at, peer.find_pause(peer.entered))
         if peer.time >= pull_at:
             early = enough >= peer.entered and peer.time < enough + delta
             yield from _pull(peer, height, work, checked, early)

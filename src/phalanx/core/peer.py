@@ -42,8 +42,8 @@ _PASSED_JOINS, _NEW_JOINS = 16, 64
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
-SOON = 8
-"""In a part of ``delta`` so small a message that nothing held up is here: what is late is asked for then."""
+_SOON = 8
+"""The part of ``delta`` that a message which is not held up takes at most, in most networks."""
 KEPT_ROUNDS = 8
 """Of a slow path, from one sender."""
 _MOST_TRIALS = 4
@@ -299,6 +299,14 @@ class Peer:
         last = max(before, key=lambda t: t.view.height, default=None)
         missed = own is not None and last is not None and last.view.attempt in own.roots and self.key not in last.served
         return self.on_trial and not missed
+
+    def find_pause(self, since: float) -> float:
+        """When to ask for what is late, now that all others' is here: after as long again as theirs took since then.
+
+        Not sooner than a message takes in most networks, and not later than after ``delta``.
+        """
+        delta = self.config.delta
+        return self.time + min(delta, max(delta / _SOON, self.time - since))
 
     def choose_some(self) -> tuple[bytes, ...]:
         """A few members to ask for something that most of them have, others each time."""

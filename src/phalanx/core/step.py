@@ -62,7 +62,7 @@ from phalanx.core.merkle import compute_paths, hash_part
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.opening import fetch_opened, find_opening_time, open_parts
 from phalanx.core.partition import join_parts, split_parts
-from phalanx.core.peer import SOON, Own, Peer
+from phalanx.core.peer import Own, Peer
 from phalanx.core.transcript import Transcript, Values
 from phalanx.core.verification import ACCUSER_MARGIN, compute_column, is_same_report, projection_seeds, read_stack
 
@@ -264,7 +264,7 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         if not wanted or peer.time >= peer.entered + patience:
             break
         if soon == math.inf and len(wanted) <= view.bound:  # the others are here: these are late
-            soon = peer.time + peer.config.delta / SOON
+            soon = peer.find_pause(peer.entered)
             ask_at = min(ask_at, soon)
         if peer.time >= ask_at:
             ask_at = peer.entered + patience / 2 if peer.time < peer.entered + patience / 2 else math.inf
@@ -370,8 +370,10 @@ def gather(peer: Peer, patience: float) -> Story:
     in_time = peer.member or peer.key in transcript.served
     yield from ask_early(peer)
     if in_time and not is_here():  # what is under way should not be asked for
-        soon = min(until, peer.time + 2 * peer.config.delta / SOON)
+        begun, soon, late = peer.time, min(until, peer.time + peer.config.delta), False
         while peer.time < soon and not is_here():
+            if not late and len(wanted) <= view.bound:  # the others are here
+                late, soon = True, min(soon, peer.find_pause(begun))
             yield from peer.listen(soon)
         if peer.on_trial:
             peer.reluctant |= {view.roster[part] for part in wanted}
