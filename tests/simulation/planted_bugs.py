@@ -849,7 +849,7 @@ bug(
 )
 bug(
     "probationers are not checked",
-    ("_draw_trial_checks", "for _ in range(count)", "for _ in ()"),
+    ("_draw_trial_checks", "for number in range(count)", "for number in ()"),
     peers=5,
     steps=10,
     attackers=("", "", "", "", "", "wrong_gradient"),

@@ -668,9 +668,12 @@ def _resolve(exchange: _Exchange) -> Resolution | None:
     view = epoch.view
     exchange.note_offers()
 
+    # Where the next view is being sealed, what it has decided is behind it: a ban may have lowered the floor.
+    base = (epoch.sealing if epoch.heights.get(exchange.height) in SEALING else None) or view
+
     def choose(banned: frozenset[bytes], removed: frozenset[bytes], stands: bool) -> frozenset[bytes] | None:
         changes = Changes(banned, removed)
-        return find_replacements(peer.config, view, changes, exchange.seen.joins, stands, exchange.round)
+        return find_replacements(peer.config, base, changes, exchange.seen.joins, stands, exchange.round)
 
     return resolve(
         exchange.height,
