@@ -220,7 +220,7 @@ class ShiftAndTell(QuietShift, Accuser):
 def test_accomplices_are_counted_for_each_attempt() -> None:
     """There are never more than two at a time, though three in two steps."""
     attackers = {5: LetPassAndLeave(), 6: LieAndCover(), 7: ShiftAndTell(shift=20.0)}
-    swarm = make_swarm(attackers, joiners=1, steps=18, seed=4, newcomer_probation=6)
+    swarm = make_swarm(attackers, joiners=1, steps=18, seed=3, newcomer_probation=6)
     swarm.plot.notes.update(dict(zip(("first", "liar", "next"), swarm.keys[5:], strict=True)))
     swarm.run(400.0, swarm.is_over)
     assert_unharmed(swarm)
