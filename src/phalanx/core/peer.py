@@ -42,7 +42,7 @@ _PASSED_JOINS, _NEW_JOINS = 16, 64
 _TICK = 1e-6
 """Seconds beyond a deadline, so that rounding never makes it look as if it had not come."""
 _ASKED_AT_ONCE = 3
-_SOON = 8
+_SOON = 4
 """The part of ``delta`` that a message which is not held up takes at most, in most networks."""
 KEPT_ROUNDS = 8
 """Of a slow path, from one sender."""
@@ -301,12 +301,12 @@ class Peer:
         return self.on_trial and not missed
 
     def find_pause(self, since: float) -> float:
-        """When to ask for what is late, now that all others' is here: after as long again as theirs took since then.
+        """When to ask for letters that are late, now that all others are here: after twice as long as these took.
 
-        Not sooner than a message takes in most networks, and not later than after ``delta``.
+        Not sooner than messages take in most networks, and not later than after ``delta``.
         """
         delta = self.config.delta
-        return self.time + min(delta, max(delta / _SOON, self.time - since))
+        return self.time + min(delta, max(delta / _SOON, 2 * (self.time - since)))
 
     def choose_some(self) -> tuple[bytes, ...]:
         """A few members to ask for something that most of them have, others each time."""

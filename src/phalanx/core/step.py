@@ -264,7 +264,7 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
         if not wanted or peer.time >= peer.entered + patience:
             break
         if soon == math.inf and len(wanted) <= view.bound:  # the others are here: these are late
-            soon = peer.find_pause(peer.entered)
+            soon = peer.time + peer.config.delta
             ask_at = min(ask_at, soon)
         if peer.time >= ask_at:
             ask_at = peer.entered + patience / 2 if peer.time < peer.entered + patience / 2 else math.inf
@@ -370,10 +370,8 @@ def gather(peer: Peer, patience: float) -> Story:
     in_time = peer.member or peer.key in transcript.served
     yield from ask_early(peer)
     if in_time and not is_here():  # what is under way should not be asked for
-        begun, soon, late = peer.time, min(until, peer.time + peer.config.delta), False
+        soon = min(until, peer.time + peer.config.delta)
         while peer.time < soon and not is_here():
-            if not late and len(wanted) <= view.bound:  # the others are here
-                late, soon = True, min(soon, peer.find_pause(begun))
             yield from peer.listen(soon)
         if peer.on_trial:
             peer.reluctant |= {view.roster[part] for part in wanted}
