@@ -25,7 +25,7 @@ from phalanx.core import messages as m
 from phalanx.core.effects import Broadcast, ComputeAggregate, Delivery, Effect, Sign
 from phalanx.core.envelope import seal
 from phalanx.core.events import Removed
-from phalanx.core.membership import Changes, change_members, compute_margin, make_genesis
+from phalanx.core.membership import Changes, change_members, make_genesis
 from phalanx.core.messages import Phase, Rule, Signed, Verdict
 from phalanx.core.partition import compute_part_sizes
 from phalanx.simulation.swarm import Swarm
@@ -57,7 +57,7 @@ class HalfShownCharges(Accuser):
             return delivery
         if message.case not in plot.notes:
             plot.notes[message.case] = True
-            few = len(view.roster) - view.bound - max(0, compute_margin(insider.config, view)) - len(plot.keys)
+            few = min(len(view.roster) - view.bound, 2 * view.bound + 1) - len(plot.keys)
             case = insider.notes[self, message.case]
             insider.send_later(1.8 * insider.config.delta, insider.honest[:few], case)
         return None

@@ -120,7 +120,7 @@ def test_pairs_stop_at_the_floor_and_those_who_are_left_go_on(members: int, byza
     """As many attackers as there are name one honest member each. With ``3 b + 1 + m`` founders one pair has room."""
     honest = members - byzantine
     attack = TakeAlong(start=1, plan={(byzantine, honest): byzantine})
-    swarm = run_to_end(attack, members, byzantine, 25)
+    swarm = run_to_end(attack, members, byzantine, 25, seed=4)
     assert not get_bans(swarm)
     assert not get_events(swarm, Halted)
     assert_floor(swarm)
