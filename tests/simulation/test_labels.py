@@ -46,8 +46,8 @@ class QuietFrom(Hushed):
 
 @dataclass(kw_only=True, eq=False)
 class WrongAndGone(QuietFrom):
-    """Its gradient is wrong, but it is suspended as silent before anybody has seen that, and banned later: what it committed
-    to in the attempt that died of its silence is checked in the next step."""
+    """Its gradient is wrong, but it is suspended as silent before anybody has seen that, and banned later: what it
+    committed to in the attempt that died of its silence is checked in the next step."""
 
     def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
         return gradient + 1.0
