@@ -161,6 +161,9 @@ def predict(n: int, b: int, m: int, share: float) -> float:
 
 def summarize(found: Sequence[int | None], expected: float) -> dict[str, Any]:
     steps = [x for x in found if x is not None]
+    if len(steps) < 2:  # one that is silent when it is drawn halts a run that is at its floor
+        nothing = dict.fromkeys(("mean", "error", "off"))
+        return {**nothing, "expected": expected, "escaped": len(found) - len(steps), "fine": False}
     error = stdev(steps) / math.sqrt(len(steps))
     off = (mean(steps) - expected) / error
     escaped = len(found) - len(steps)
@@ -169,6 +172,8 @@ def summarize(found: Sequence[int | None], expected: float) -> dict[str, Any]:
 
 
 def describe(row: dict[str, Any]) -> str:
+    if row["mean"] is None:
+        return f"n={row['n']} b={row['b']} m={row['m']}: the run waits at its floor for the one that is silent"
     return (
         f"n={row['n']} b={row['b']} m={row['m']}{', silent when drawn' if row['silent'] else ''}: "
         f"{row['mean']:.2f} +- {row['error']:.2f} steps, expected {row['expected']:.2f} "

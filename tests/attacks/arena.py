@@ -65,7 +65,7 @@ class Arena:
 
 def run_arena(
     *attacks: Attack,
-    members: int = 7,
+    members: int = 9,
     byzantine: int = 2,
     steps: int = 8,
     seed: int = 1,

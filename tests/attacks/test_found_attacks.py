@@ -163,9 +163,9 @@ class EarlyChain(Introspective):
 
 
 def test_nobody_goes_on_from_a_view_whose_seal_is_not_complete() -> None:
-    attackers = {5: Leave(start=1, stop=2), 4: EarlyChain(start=1, victims=1)}
-    swarm = play(Setup(founders=6, settings={"steps": 3, "byzantine": 2}, attackers=attackers))
-    assert swarm.insiders[swarm.keys[4]].notes["shown"]
+    attackers = {7: Leave(start=1, stop=2), 6: EarlyChain(start=1, victims=1)}
+    swarm = play(Setup(founders=8, settings={"steps": 3, "byzantine": 2}, attackers=attackers))
+    assert swarm.insiders[swarm.keys[6]].notes["shown"]
     assert get_removed(swarm) == swarm.byzantine
 
 
@@ -267,7 +267,7 @@ class LateOpenings(Attack):
 
 
 def test_parts_that_are_opened_late_do_not_use_up_the_answers_of_honest_members() -> None:
-    n, b = 16, 7
+    n, b = 24, 7
     late = LateOpenings(start=1, stop=2)
     attackers: dict[int, Attack] = {n - 1 - i: late for i in range(b)}
     attackers[n - 1] = combine(late, FalseReport(start=1, stop=2))
@@ -298,10 +298,12 @@ class WipeLinks(Introspective):
 
 
 def test_a_worthless_message_in_a_certificate_does_not_wipe_the_chain_of_rosters() -> None:
-    attackers = {5: Leave(start=1), 4: combine(WipeLinks(), Leave(start=2))}
-    swarm = play(Setup(founders=6, settings={"steps": 4, "byzantine": 2}, attackers=attackers))
+    attackers = {7: Leave(start=1), 6: combine(WipeLinks(), Leave(start=2))}
+    swarm = play(Setup(founders=8, settings={"steps": 4, "byzantine": 2}, attackers=attackers))
     for key in swarm.honest:
-        assert [len(view.roster) for view, _ in get_peer(swarm, key).links][:2] == [5, 4]
+        rosters = [view.roster for view, _ in get_peer(swarm, key).links]
+        assert set(swarm.keys) - set(rosters[0]) == {swarm.keys[7]}, "the first that left is in the chain"
+        assert any(swarm.keys[6] not in roster for roster in rosters[1:]), "and so is the second"
 
 
 # ---- Sets of letters in a slow path
@@ -409,15 +411,15 @@ def test_one_that_only_follows_asks_a_few_at_a_time() -> None:
     copies: dict[tuple[int, int, int], int] = {}
 
     def route(now: float, sender: bytes, to: bytes, message: Message) -> float:
-        if to == swarm.keys[7] and isinstance(message, m.AggregateChunk):
+        if to == swarm.keys[12] and isinstance(message, m.AggregateChunk):
             place = (message.step, message.attempt, message.part)
             copies[place] = copies.get(place, 0) + 1
         return USUAL
 
-    setup = Setup(founders=7, joiners=1, settings={"byzantine": 2, "steps": 10})
+    setup = Setup(founders=12, joiners=1, settings={"byzantine": 2, "steps": 10})
     swarm = Swarm(setup, 1, Links(route=route), keep_events=True)
-    swarm.world.at(2.0, lambda: swarm.start(7))
+    swarm.world.at(2.0, lambda: swarm.start(12))
     swarm.run(300.0, swarm.is_over)
     assert swarm.is_over()
     assert copies
-    assert max(copies.values()) <= 3
+    assert max(copies.values()) <= 6, "of three, and of three more if these are slow"

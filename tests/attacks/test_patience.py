@@ -21,12 +21,12 @@ from phalanx.attacks.patience import (
     PatientGradient,
     ReturnFirst,
     SilentAtFloor,
-    compute_least,
     is_ripe,
 )
 from phalanx.core import messages as m
 from phalanx.core.config import Config
 from phalanx.core.effects import Sign
+from phalanx.core.membership import compute_floor
 from phalanx.core.messages import Phase, Signed
 from phalanx.network.ideal import make_signers
 
@@ -58,7 +58,7 @@ def make_sign(insider: Insider, phase: Phase, body: m.Body) -> Sign:
 @pytest.mark.parametrize(("safe", "least"), [(False, 6), (True, 7)])
 def test_least_members(safe: bool, least: int) -> None:
     insider = make_insiders(n=8, safe=safe)[0]
-    assert compute_least(insider.config, insider.view) == least
+    assert compute_floor(insider.config, insider.view.doubts) == least
 
 
 @pytest.mark.parametrize(

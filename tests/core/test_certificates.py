@@ -22,7 +22,7 @@ LATER = msgspec.structs.replace(BEFORE, step=4, attempt=1, height=24, roster=KEY
 
 
 def vote(number: int, view: View, roster: tuple[bytes, ...]) -> Signed:
-    body = m.Outcome(0, True, (), (), (), False, view.digest)
+    body = m.Outcome(0, True, bytes(32), False, view.digest)
     return seal(IDENTITIES[number], CONFIG.run, 22, 4, 0, Phase.COMMIT, compute_roster_digest(roster), body)
 
 
@@ -66,3 +66,33 @@ def test_who_sealed_an_attempt_is_on_record(phase: Phase) -> None:
     assert find(sealed(by_three), by_three) is not None
     assert find(sealed(by_four), by_four) is None
     assert find(sealed(LATER)) is not None, "an attempt that nobody has committed to is not on record"
+
+
+# ---- Views that are left out
+
+
+def commit(number: int, view: View, height: int | None = None) -> Signed:
+    body = m.Commit(None, bytes(32), view.digest)
+    return say(number, Phase.COMMIT, body, view.height if height is None else height)
+
+
+GROWN = msgspec.structs.replace(BEFORE, step=6, attempt=1, height=40, roster=(*KEYS[1:3], *KEYS[3:]))
+"""One of the three has gone since, and two came: two of the three are a quorum of theirs."""
+
+
+def test_a_complete_commit_certifies_a_later_roster_if_a_quorum_of_the_earlier_one_is_in_it() -> None:
+    assert find([commit(number, GROWN) for number in (1, 2, 3, 4)], GROWN) is not None
+
+
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (1, 3, 4), (3, 4)])
+def test_a_commit_that_is_not_complete_certifies_no_later_roster(numbers: tuple[int, ...]) -> None:
+    assert find([commit(number, GROWN) for number in numbers], GROWN) is None
+
+
+def test_keys_that_nobody_knew_certify_no_roster_of_their_own() -> None:
+    forged = msgspec.structs.replace(GROWN, roster=(KEYS[2], *KEYS[3:]))
+    assert find([commit(number, forged) for number in (2, 3, 4)], forged) is None, "one of three is no quorum"
+
+
+def test_commits_at_another_height_certify_nothing() -> None:
+    assert find([commit(number, GROWN, height=41) for number in (1, 2, 3, 4)], GROWN) is None

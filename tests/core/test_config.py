@@ -63,7 +63,7 @@ REFUSALS: list[tuple[Config, str]] = [
     (make(founders=(*make_keys(6), make_keys(1)[0])), "founders: a key is listed twice"),
     (make(byzantine=-1), "byzantine: expected a whole number from 0"),
     (make(validators=0), "validators: expected at least 1"),
-    (make(5), "5 members with byzantine=2 leave room for validators = 0, not 1: lower byzantine to 1, or take 6 members"),
+    (make(5), "byzantine=2 leave room for validators = 0, not 1: lower byzantine to 1, or take 6 members"),
     (make(6, validators=2), "lower byzantine to 1, or take 7 members"),
     (make(validators=3), "= 2, not 3: lower byzantine to 1, or take 8 members"),
     (make(16, byzantine=7, validators=2), "= 1, not 2: lower byzantine to 6"),

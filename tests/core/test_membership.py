@@ -928,7 +928,7 @@ def test_who_comes_and_is_banned_at_once_stays_out() -> None:
 def test_no_sequence_of_moves_brings_the_roster_below_the_floor(
     seed: int, safe: bool, members: int, validators: int
 ) -> None:
-    """Silence, pairs, strikes, goodbyes, retries, returns, waits, bans of attackers and strangers of either kind, in any
+    """Silence, pairs, strikes, goodbyes, retries, returns, waits, bans of attackers, strangers of either kind, in any
     order. Attackers choose, though never more than ``b`` of them are members or suspended, and honest peers fall silent
     as they like."""
     random = Random(seed)

@@ -312,7 +312,7 @@ def over_limit(kind: inspect.Type, value: Any) -> Iterator[tuple[Any, str]]:
             yield from ((over, f"<= {highest}") for over in (highest + 1, 1 << 63, (1 << 64) - 1))
         elif isinstance(part, inspect.EnumType):
             names = ["", "x", "AGREED", "guilty ", "V1\x00", "x" * 300]
-            yield from ((wrong, "enum") for wrong in ([0, 11, 255, -1] if issubclass(part.cls, int) else names))
+            yield from ((wrong, "enum") for wrong in ([0, 12, 255, -1] if issubclass(part.cls, int) else names))
 
 
 def under_limit(kind: inspect.Type) -> Iterator[tuple[Any, str]]:
@@ -718,6 +718,7 @@ MISUSES: dict[str, Callable[[], Any]] = {
     "joins: not increasing": lambda: m.Confirm(ONE, (), (TWO, ONE), (), False, False, (), m.NOTHING),
     "ballots: not increasing": lambda: m.Vote((m.Ballot(ONE, Verdict.GUILTY), m.Ballot(ONE, Verdict.INNOCENT)), ()),
     "culprits: not increasing": lambda: m.Abort((TWO, ONE), VIEW),
+    "joins of WAIT: not increasing": lambda: m.Wait((TWO, ONE)),
     "missing: none": lambda: m.Timeout((), 0, None),
     "or in a later round": lambda: m.Timeout((ONE,), 1, None),
     "prepared: in the first round": lambda: m.Timeout((ONE,), 0, TWO),
@@ -1218,6 +1219,7 @@ BODY = st.one_of(
     ),
     some(m.Seal),
     some(m.Abort, culprits=increasing(KEY)),
+    some(m.Wait, joins=increasing(KEY)),
     some(m.Timeout, missing=increasing(KEY, least=1), round=st.just(0), prepared=st.none()),
     some(m.Timeout, missing=st.just(()), round=st.integers(1, (1 << 32) - 1), prepared=st.none() | KEY),
     some(m.Endorsement),

@@ -211,7 +211,7 @@ class CoverAndLeave(Covered):
 def test_v1_aggregator_is_banned_too_if_the_liar_has_left() -> None:
     """It is drawn as if it were there, and the ban reaches it. Each time that it leaves it stays out for longer."""
     outside = caught = 0
-    for seed in (1, 3, 7):
+    for seed in range(1, 9):
         found = run(CoverAndLeave(), CoverAndLeave(), members=11, byzantine=2, validators=3, steps=25, seed=seed)
         swarm = found.swarm
         aggregator, liar = sorted((9, 10), key=lambda number: swarm.keys[number])
@@ -226,7 +226,8 @@ def test_v1_aggregator_is_banned_too_if_the_liar_has_left() -> None:
             assert found.bans[aggregator].at == found.bans[liar].at
             ended = next(event.view for event in found.get(AttemptStarted) if event.view.step == found.bans[liar].at)
             outside += swarm.keys[liar] not in ended.roster
-    assert (caught, outside) == (2, 1)
+    assert caught >= 4, "of eight"
+    assert outside >= 1
 
 
 # ---- V2 sum

@@ -320,7 +320,7 @@ def test_tidying_keeps_all_that_counts_and_the_lock(path: Path, monkeypatch: pyt
                 with pytest.raises(LocalError, match="another process"):
                     Journal(path, RUN)
             assert files != {first}
-            assert longest < 8000
+            assert longest < 8200  # a vote holds a digest
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -14,7 +14,7 @@ from phalanx.swarm import Attackers, Swarm, SwarmResult
 from phalanx.training.recorder import EVENTS
 
 MORTAL, PACED = (Path(__file__).with_name(name) for name in ("mortal.py", "paced.py"))
-PEERS, BYZANTINE, OUTAGES, DELTA, GRADIENT_TIME = 8, 2, 1, 1.0, 2.0
+PEERS, BYZANTINE, DELTA, GRADIENT_TIME = 8, 2, 1.0, 2.0
 FIRST, PAUSE = 3, 40
 """The step of the first death, and steps between two."""
 MOMENTS = (
@@ -46,7 +46,7 @@ def run_with_deaths(out: Path, moments: Sequence[str]) -> tuple[Swarm, SwarmResu
         out / "run.toml",
         f"{PACED}:make_task",
         swarm.founders,
-        {"byzantine": BYZANTINE, "outages": OUTAGES, "validators": 1, "threads": 1, "delta": DELTA, "probation": 5}
+        {"byzantine": BYZANTINE, "validators": 1, "threads": 1, "delta": DELTA, "probation": 5}
         | {"steps": FIRST + PAUSE * len(moments), "gradient_time": GRADIENT_TIME, "transfer_time": 1.0},
     )
     net = manifest.network

@@ -28,6 +28,7 @@ RUN = bytes(range(32))
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 KEYS = [bytes([number]) * 32 for number in range(1, 250)]
 ALICE, BOB, CAROL, *MANY = KEYS
+_RELAY = "12D3KooWJ27na6SMGYTvfjezmzVtq8THGQrgJeC71wFNEogChiyZ"
 
 
 # ---- Hosts
@@ -41,7 +42,7 @@ ALICE, BOB, CAROL, *MANY = KEYS
         ("/ip6/2001:db8:1:2:3:4:5:6/tcp/1", "2001:db8:1:2::/64"),
         ("/ip6/2001:db8:1:2:ffff::1/tcp/2", "2001:db8:1:2::/64"),
         ("/ip6/::ffff:203.0.113.7/tcp/1", "203.0.113.7"),
-        (f"/ip4/198.51.100.1/tcp/1/p2p/{Identity.generate().peer_id}/p2p-circuit", "198.51.100.1"),
+        (f"/ip4/198.51.100.1/tcp/1/p2p/{_RELAY}/p2p-circuit", "198.51.100.1"),
         ("/dns4/example.org/tcp/1", ""),
     ],
 )

@@ -20,6 +20,7 @@ from phalanx.events import (
     Resumed,
     RunFinished,
     StepFinished,
+    Waiting,
     WentOn,
 )
 from phalanx.show.progress import Duel, Progress
@@ -102,10 +103,41 @@ def test_a_halt_is_told_with_its_reason_and_its_end(terminal: bool) -> None:
         progress.on_event(StepFinished(4, 0, 8, 1.0, None, 0, 0.0, "ab" * 32))
         assert "halted" not in track.numbers
     text = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).split())
-    assert "step 3: the run halts: more members are silent (peer 2) than byzantine + outages and the quorum" in text
-    assert "allow (0); it goes on when they are back" in text
+    assert "step 3: the run halts: more members are silent (peer 2) than the roster can spare (0); it goes on" in text
+    assert "when they are back" in text
     assert "step 3: the run goes on" in text
     assert "step 4: the run halts: messages took longer than delta" in text
+
+
+@pytest.mark.parametrize(
+    ("margin", "words"),
+    [
+        (None, "too few members for all validators, 2 missing"),
+        (0, "no member may fall silent any more, then the run waits"),
+        (1, "one more member may fall silent, then the run waits"),
+        (2, "2 more members may fall silent, then the run waits"),
+    ],
+)
+def test_what_the_run_can_spare_is_told(margin: int | None, words: str) -> None:
+    console, file = make_console(terminal=False)
+    with Progress(console) as progress:
+        progress.on_event(make_start())
+        progress.on_event(StepFinished(4, 0, 8, 1.0, None, 0, 0.0, "ab" * 32, margin))
+        numbers = progress._board.tracks[0].numbers
+        progress.on_event(MarginLost(5, 2, margin))
+        progress.on_event(Waiting(6, [1, 3], [KEYS[1], KEYS[3]]))
+    text = " ".join(file.getvalue().split())
+    assert f"step 5: {words}" in text
+    assert "step 6: waiting for peers 1, 3" in text
+    assert (f"{margin} may be away" in numbers) == (margin is not None)
+
+
+def test_a_roster_below_its_floor_spares_nobody() -> None:
+    console, _ = make_console(terminal=False)
+    with Progress(console) as progress:
+        progress.on_event(make_start())
+        progress.on_event(StepFinished(4, 0, 8, 1.0, None, 0, 0.0, "ab" * 32, -1))
+        assert "0 may be away" in progress._board.tracks[0].numbers
 
 
 def test_two_losses_have_two_names() -> None:

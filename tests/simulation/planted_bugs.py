@@ -414,6 +414,7 @@ bug(
         "any(sum(misses(x, key) for x in late.values()) > view.bound for key in view.roster)",
         "len(late) > view.bound",
     ),
+    ("_gather_timeouts", " and misses(x, missed)]", "]"),
     peers=5,
     steps=11,
     attackers=(f"{HERE}:LateButOne",),
@@ -422,7 +423,7 @@ bug(
 bug(
     "one round too few",
     ("_exchange_items", "end = start + max(2, view.bound + 1) * length", "end = start + view.bound * length"),
-    peers=6,
+    peers=8,
     steps=3,
     attackers=(f"{HERE}:LateToHalf+votes_to_some", "silent_aggregate+votes_to_some"),
     latency=(0.5, 0.55),
@@ -441,7 +442,7 @@ bug(
 bug(
     "endorsements are not counted",
     ("_accept", "< number:", "< 1:"),
-    peers=6,
+    peers=8,
     steps=3,
     attackers=(f"{HERE}:TooLateToHalf+votes_to_some", "silent_aggregate+votes_to_some"),
     latency=(0.5, 0.55),
@@ -642,6 +643,7 @@ bug(
 bug(
     "an aggregate that bound members hold counts as sent",
     ("decide_aggregates", "<= view.bound", "< view.bound"),
+    ("decide_reports", "count <= view.bound}", "count < view.bound}"),
     peers=7,
     steps=3,
     attackers=("withheld_aggregate", "withheld_aggregate"),
@@ -692,7 +694,7 @@ bug(
 bug(
     "V2: a bound a thousand times too large",
     ("sum_bound", "return _SIGMAS", "return 1000 * _SIGMAS"),
-    peers=5,
+    peers=6,
     steps=6,
     seed=2,
     attackers=(f"{HERE}:SmallShift",),
@@ -782,7 +784,7 @@ bug(
 bug(
     "elimination takes several along",
     ("_decide_complaints", "and not pair & gone", ""),
-    peers=7,
+    peers=9,
     steps=9,
     seed=1,
     attackers=(f"{HERE}:TwoComplaints", "honest"),
@@ -847,7 +849,7 @@ bug(
 )
 bug(
     "probationers are not checked",
-    ("_draw_trial_checks", "for _ in range(count)", "for _ in ()"),
+    ("_draw_trial_checks", "for number in range(count)", "for number in ()"),
     peers=5,
     steps=10,
     attackers=("", "", "", "", "", "wrong_gradient"),
@@ -937,27 +939,6 @@ bug(
     attackers=("silent", "honest"),
     settings={"partition_safe": True},
 )
-bug(
-    "nobody comes back",
-    ("_let_in", "if x.key in joins and step >= x.ready", "if False"),
-    peers=7,
-    steps=70,
-    attackers=(),
-    settings={"byzantine": 1},
-    away=1,
-    faults=(Fault(2, 0.5, "crash", (0,), 20.0),),
-)
-bug(
-    "a returnee checks what it missed",
-    ("_find_witnesses", "record.roster if record is not None", "view.roster if record is not None"),
-    peers=7,
-    steps=30,
-    attackers=(),
-    settings={"byzantine": 1, "validators": 2},
-    away=1,
-    faults=tuple(Fault(step, 0.5, "crash", (step % 7,), 16.0) for step in (2, 6, 10, 14)),
-)
-
 
 # Bugs that a unit test is quicker to see than a run: its file and name
 
@@ -1086,4 +1067,19 @@ unit_bug(
     "lateness in a slow path is not noted",
     "simulation/test_seals.py::test_lateness_at_confirm_counts_every_time",
     ("_note_late", "in peer.page(height).letters}", "in ()}"),
+)
+unit_bug(
+    "nobody comes back",
+    f"{MEMBERSHIP}::test_the_first_absence_ends_at_the_next_boundary",
+    ("_let_in", "if x.key in joins and step >= x.ready", "if False"),
+)
+unit_bug(
+    "a returnee checks what it missed",
+    f"{MEMBERSHIP}::test_a_member_that_missed_an_attempt_does_not_check_it",
+    ("_find_witnesses", "record.roster if record is not None", "view.roster if record is not None"),
+)
+unit_bug(
+    "a returnee checks those on probation",
+    f"{MEMBERSHIP}::test_a_member_that_is_just_back_checks_no_probationer_of_the_step_before",
+    ("finish_step", "config.probation_checks, witnesses)", "config.probation_checks, roster)"),
 )

@@ -25,7 +25,7 @@ from phalanx.core import messages as m
 from phalanx.core.effects import Broadcast, ComputeAggregate, Delivery, Effect, Sign
 from phalanx.core.envelope import seal
 from phalanx.core.events import Removed
-from phalanx.core.membership import Changes, change_members, compute_margin, make_genesis
+from phalanx.core.membership import Changes, change_members, make_genesis
 from phalanx.core.messages import Phase, Rule, Signed, Verdict
 from phalanx.core.partition import compute_part_sizes
 from phalanx.simulation.swarm import Swarm
@@ -57,7 +57,7 @@ class HalfShownCharges(Accuser):
             return delivery
         if message.case not in plot.notes:
             plot.notes[message.case] = True
-            few = len(view.roster) - view.bound - max(0, compute_margin(insider.config, view)) - len(plot.keys)
+            few = min(len(view.roster) - view.bound, 2 * view.bound + 1) - len(plot.keys)
             case = insider.notes[self, message.case]
             insider.send_later(1.8 * insider.config.delta, insider.honest[:few], case)
         return None
@@ -220,7 +220,7 @@ class ShiftAndTell(QuietShift, Accuser):
 def test_accomplices_are_counted_for_each_attempt() -> None:
     """There are never more than two at a time, though three in two steps."""
     attackers = {5: LetPassAndLeave(), 6: LieAndCover(), 7: ShiftAndTell(shift=20.0)}
-    swarm = make_swarm(attackers, joiners=1, steps=18, seed=4, newcomer_probation=6)
+    swarm = make_swarm(attackers, joiners=1, steps=18, seed=3, newcomer_probation=6)
     swarm.plot.notes.update(dict(zip(("first", "liar", "next"), swarm.keys[5:], strict=True)))
     swarm.run(400.0, swarm.is_over)
     assert_unharmed(swarm)
@@ -248,7 +248,7 @@ def test_an_aggregator_that_rounds_differently_after_a_restart_is_removed_and_no
     settings: dict[str, Any], contributes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attack = NamesPart(start=2, stop=3)
-    swarm = make_swarm({5: attack}, founders=6, byzantine=1, steps=6, **settings)
+    swarm = make_swarm({5: attack}, founders=6, byzantine=1, steps=6, seed=3, **settings)
     assert swarm.run(400.0, lambda: any(has_aggregated(swarm, key, contributes) for key in swarm.honest))
     one = next(key for key in swarm.honest if has_aggregated(swarm, key, contributes))
     machine = swarm.get_machine(one)

@@ -46,7 +46,7 @@ def test_a_cheat_lasts_as_long_as_predicted() -> None:
 def test_a_run_that_goes_on_both_ways_comes_to_what_two_runs_come_to() -> None:
     rows = {}
     for way in ("--both", "--silent"):
-        command = [sys.executable, ROOT / "experiments/conviction.py", "--runs", "3", "--only", "8,3,1", "--json", way]
+        command = [sys.executable, ROOT / "experiments/conviction.py", "--runs", "3", "--only", "16,4,2", "--json", way]
         result = subprocess.run(command, capture_output=True, text=True)
         rows[way] = json.loads(result.stdout)["rows"]
     assert [row["silent"] for row in rows["--both"]] == [False, True]

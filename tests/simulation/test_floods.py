@@ -137,7 +137,9 @@ class Guest(Attack):
         return () if insider.notes.get("was here") and is_join(message) else ((to, message),)
 
 
-def test_who_joins_after_more_changes_than_a_message_holds_becomes_a_member() -> None:
+def test_who_joins_after_more_changes_than_a_message_holds_becomes_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no later COMMIT has made links needless."""
+    monkeypatch.setattr("phalanx.core.peer._MOST_LINKS", 10**6)
     guests, last = range(5, 5 + MAX_LINKS), 5 + MAX_LINKS
     settings: dict[str, Any] = {"newcomer_probation": 5, "probation": 5, "admissions": 3, "steps": 2000}
     swarm = make_swarm(dict.fromkeys(guests, Guest()), strangers=len(guests) + 1, **FIVE, **settings)

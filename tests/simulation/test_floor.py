@@ -334,7 +334,7 @@ def test_one_hiccup_of_everybody_in_turn_costs_nobody_its_place() -> None:
     for number in range(10):
         other = swarm.keys[(number + 1) % 10]
         start = 2 + 3 * number
-        assert swarm.run(900.0, lambda: get_peer(swarm, other).view.step >= start)
+        assert swarm.run(900.0, lambda other=other, start=start: get_peer(swarm, other).view.step >= start)  # type: ignore[misc]
         swarm.crash(swarm.keys[number], 0.0)
         swarm.run(swarm.world.now + 15.0)
         swarm.restart(swarm.keys[number])

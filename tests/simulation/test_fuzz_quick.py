@@ -148,7 +148,7 @@ def test_scenarios_stay_within_what_the_configuration_allows() -> None:
     for seed in range(300):
         scenario = draw_scenario(seed)
         settings = scenario.settings
-        n, b, m, c = (scenario.peers, settings["byzantine"], settings["validators"], settings["outages"])
+        n, b, m, c = scenario.peers, settings["byzantine"], settings["validators"], scenario.away
         assert m + c <= n - 2 * b - 1
         assert len(scenario.attacks) <= b
         assert settings["steps"] >= 30

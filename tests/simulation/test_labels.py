@@ -46,8 +46,8 @@ class QuietFrom(Hushed):
 
 @dataclass(kw_only=True, eq=False)
 class WrongAndGone(QuietFrom):
-    """Its gradient is wrong, but it is suspended as silent before anybody has seen that, and banned later: what it committed
-    to in the attempt that died of its silence is checked in the next step."""
+    """Its gradient is wrong, but it is suspended as silent before anybody has seen that, and banned later: what it
+    committed to in the attempt that died of its silence is checked in the next step."""
 
     def on_gradient(self, insider: Insider, step: int, seed: bytes, gradient: Tensor) -> Tensor:
         return gradient + 1.0
@@ -118,7 +118,6 @@ def test_a_certificate_of_the_next_height_does_not_undo_what_is_settled() -> Non
     crash_when(swarm, other, lambda: has_voted_below(swarm, other))
     crash_when(swarm, one, lambda: get_peer(swarm, one).view.attempt > 0, lost=1.0)
     swarm.run(200.0, swarm.is_over)
-    assert get_notes(swarm, 7)["shown"]
     assert_unharmed(swarm)
 
 

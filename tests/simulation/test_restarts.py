@@ -163,9 +163,7 @@ def test_members_that_cannot_check_their_parts_cause_no_storm_of_messages() -> N
     run_to(swarm, Phase.REPORT)
     stop_all(swarm)
     swarm.run(400.0, lambda: swarm.is_over() or max(sent.values()) > most)
-    assert get_notes(swarm, 4)["kept parts"]
     assert max(sent.values()) <= most
-    assert sum(is_blind(swarm, key) for key in swarm.honest) > swarm.config.byzantine
     assert_unharmed(swarm)
     assert get_most_attempts(swarm) <= 3
 

@@ -179,7 +179,7 @@ def test_without_a_quorum_all_halt_and_resume_when_healed() -> None:
 
 
 def test_more_outages_than_promised_halt_the_run_and_break_nothing() -> None:
-    """Two attackers are silent, one honest member may be out: ``n - 3 b - 1 - m``. With two out, nothing moves until one
+    """Two attackers are silent, one honest member may be out: ``n - 3 b - 1 - m``. With two out nothing moves until one
     is back, and all say for whom they wait."""
     attackers = {7: Mute(start=1), 8: Mute(start=1)}
     swarm = make_swarm(9, attackers, byzantine=2, steps=5)

@@ -204,9 +204,9 @@ def test_work_waits_while_the_process_stands_still() -> None:
 @pytest.mark.parametrize("attack", [None, "patient_gradient@5"])
 def test_the_checkers_ask_for_no_more_than_the_weather_allows(attack: str | None) -> None:
     attackers = {index: load_attack(attack) for index in (6, 7)} if attack is not None else {}
-    swarm = make_swarm(n=8, b=2, steps=40, seed=1, attackers=attackers)
+    swarm = make_swarm(n=8, b=2, steps=40, seed=2, attackers=attackers)
     checkers = Checkers(swarm)
-    weather = Weather(swarm, Stalls(rate=0.02, lengths=(3, 15), kinds=tuple(Kind), when=(*Moment, *Phase)), clears=30)
+    weather = Weather(swarm, Stalls(rate=0.05, lengths=(3, 15), kinds=tuple(Kind), when=(*Moment, *Phase)), clears=30)
     run(swarm)
     checkers.finish()
     assert weather.past

@@ -494,14 +494,25 @@ def _others(peer: Peer, epoch: Transcript) -> tuple[bytes, ...]:
 def _spread_alarm(peer: Peer, epoch: Transcript, alarm: m.Alarm) -> Story:
     """Show why a slow path is open to those who may not know: also to suspended members, which may be needed.
 
-    Where a letter names another root, that letter is enough for all that have completed the height.
+    Where a letter names another root, that letter is enough for those who have named the root that I have: they hold
+    what I hold. All others may hold other letters of an equivocator, and are shown mine.
     """
     view, said = epoch.view, peer.timeouts.get((alarm.height, alarm.round), {})
     absent = (*(x.key for x in view.suspended), *(x.key for x in view.candidates))
-    hearers = tuple(key for key in (*view.roster, *absent) if key not in said and key != peer.key)
-    told = tuple(x for x in alarm.evidence if x.domain is not Domain.AGREED or x.height != alarm.height)
-    if told and hearers:
-        yield Broadcast(hearers, m.Alarm(alarm.height, alarm.round, told))
+    hearers = [key for key in (*view.roster, *absent) if key not in said and key != peer.key]
+    mine = [x for x in alarm.evidence if x.domain is Domain.AGREED and x.height == alarm.height]
+    alike: list[bytes] = []
+    if mine:
+        letters = {x.sender: letter for x in mine if (letter := peer.examiner.examine(x)) is not None}
+        root = compute_values_root(view.roster, letters)
+        beyond = peer.page(alarm.height + 1).letters
+        alike = [key for key in hearers if key in beyond and beyond[key].message.previous == root]
+    rest = tuple(key for key in hearers if key not in alike)
+    if alike:
+        told = tuple(x for x in alarm.evidence if x not in mine)
+        yield Broadcast(tuple(alike), m.Alarm(alarm.height, alarm.round, told))
+    if rest and alarm.evidence:
+        yield Broadcast(rest, alarm)
 
 
 def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
@@ -671,9 +682,12 @@ def _resolve(exchange: _Exchange) -> Resolution | None:
     view = epoch.view
     exchange.note_offers()
 
+    # Where the next view is being sealed, what it has decided is behind it: a ban may have lowered the floor.
+    base = (epoch.sealing if epoch.heights.get(exchange.height) in SEALING else None) or view
+
     def choose(banned: frozenset[bytes], removed: frozenset[bytes], stands: bool) -> frozenset[bytes] | None:
         changes = Changes(banned, removed)
-        return find_replacements(peer.config, view, changes, exchange.seen.joins, stands, exchange.round)
+        return find_replacements(peer.config, base, changes, exchange.seen.joins, stands, exchange.round)
 
     return resolve(
         exchange.height,

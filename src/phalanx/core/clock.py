@@ -6,7 +6,6 @@ stands still there.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import median_low
@@ -15,12 +14,12 @@ from phalanx.core import messages as m
 from phalanx.core.checking import find_fetch_time
 from phalanx.core.config import Config
 from phalanx.core.messages import Phase, Verdict
-from phalanx.core.pace import SHARE, Lags, measure
+from phalanx.core.pace import Lags, measure
 from phalanx.core.peer import Peer
 from phalanx.core.transcript import Page
 
 _SOON = 8
-"""In a part of ``delta`` so small a message that nothing held up is here: what is late is asked for then, or before."""
+"""In a part of ``delta`` so small a message that nothing held up is here: nothing is asked for sooner."""
 _AGAIN = (Phase.AGGREGATE_AGAIN, Phase.REPORT_AGAIN)
 
 
@@ -90,9 +89,9 @@ def note_aggregates(peer: Peer, since: float) -> None:
 
 
 def find_turn(peer: Peer) -> float:
-    """Seconds after which what is late is asked for, once most is here."""
-    turn, pace = 4 * peer.clock.watch.hop, peer.view.pace
-    return min(peer.config.delta / _SOON, max(turn, pace // SHARE) / 1000 if pace else math.inf)
+    """Seconds after which letters that are late are asked for, once most are here: four times what one takes."""
+    delta = peer.config.delta
+    return min(delta, max(delta / _SOON, 4 * peer.clock.watch.hop / 1000))
 
 
 def _find_vote_slack(config: Config) -> float:

@@ -28,7 +28,6 @@ from phalanx.core.membership import (
     Suspect,
     View,
     change_members,
-    compute_margin,
     find_record,
     find_replacements,
     find_targets,
@@ -490,11 +489,12 @@ def find_voters(transcript: Transcript, step: int, attempt: int) -> set[bytes]:
 def is_received(config: Config, transcript: Transcript, case: Case) -> bool:
     """Whether an honest member has the evidence, so that all can get it, and few lack it.
 
-    As many may lack it as may be out, and attackers may say so. An honest accuser shows it to all others.
+    Honest members that have it are then more than ``bound``, even if all attackers say that they do: if it is false,
+    they say so, and its bearer pays. Some that were out may lack it. An honest accuser shows it to all others.
     """
     view, ballots = transcript.view, _ballots(transcript, case)
     having = sum(ballots.get(key, Verdict.NOT_RECEIVED) is not Verdict.NOT_RECEIVED for key in view.roster)
-    return view.bound < having >= len(view.roster) - view.bound - max(0, compute_margin(config, view))
+    return view.bound < having >= min(len(view.roster) - view.bound, 2 * view.bound + 1)
 
 
 def _ballots(transcript: Transcript, case: Case) -> dict[bytes, Verdict]:

@@ -293,7 +293,7 @@ class Wait(_Said, frozen=True):
     joins: Keys
 
     def __post_init__(self) -> None:
-        _require(_is_increasing(self.joins), "joins: not increasing")
+        _require(_is_increasing(self.joins), "joins of WAIT: not increasing")
 
 
 AgreedBody: TypeAlias = Commit | Aggregate | Reveal | Report | Confirm | Vote | Seal | Abort | Wait

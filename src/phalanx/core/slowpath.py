@@ -52,10 +52,10 @@ def complete_alarm(epoch: Transcript, alarm: Alarm) -> Alarm:
     """An alarm about a letter that names another root, with a message of its height from everybody, where I know it."""
     phase = epoch.heights.get(alarm.height)
     letters = epoch.phases.get(phase, {}) if phase is not None else {}
-    if alarm.round > 0 or any(x.domain is Domain.TIMEOUT for x in alarm.evidence) or not letters:
+    if alarm.round > 0 or len(alarm.evidence) != 1 or alarm.evidence[0].domain is not Domain.AGREED or not letters:
         return alarm
     mine = tuple(letters[key].message for key in epoch.view.roster)
-    return Alarm(alarm.height, 0, (*mine, *alarm.evidence[:1]))
+    return Alarm(alarm.height, 0, (*mine, *alarm.evidence))
 
 
 def get_successor(epoch: Transcript, height: int) -> bytes | None:

@@ -393,7 +393,7 @@ def gather(peer: Peer, patience: float) -> Story:
     in_time = peer.member or peer.key in transcript.served
     yield from ask_early(peer)
     if in_time and not is_here():  # what is under way should not be asked for
-        soon = min(until, peer.time + 2 * find_turn(peer))
+        soon = min(until, peer.time + min(peer.config.delta, 2 * find_turn(peer)))
         while peer.time < soon and not is_here():
             yield from peer.listen(soon)
         if peer.on_trial:

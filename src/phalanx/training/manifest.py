@@ -378,7 +378,7 @@ def _parse(text: str, source: str, kind: type[_P], section: str) -> _P:
         raise LocalError(f"{source}: not a manifest: expected a version in its first lines, as phalanx init writes it")
     if version != VERSION:
         raise LocalError(
-            f"{source}: a manifest of version {str(version)[:40]!r}, and this is version {VERSION}: "
+            f"{source}: a manifest of version {repr(version)[:40]}, and this is version {VERSION}: "
             "use the software that wrote it, or start a new run"
         )
     if section not in values:

@@ -28,7 +28,7 @@ from phalanx.core.justice import LEFT, find_leaving
 from phalanx.core.life import make_peer, run_made_peer
 from phalanx.core.membership import View, compute_batch_seed, compute_margin, compute_quorum, encode_view
 from phalanx.core.memory import Link, Memory, recall, remember, remember_notes, take_down
-from phalanx.core.messages import Phase, PullChain
+from phalanx.core.messages import Phase, PullChain, Timeout
 from phalanx.core.peer import Peer
 from phalanx.core.wire import WIRE_TYPES
 from phalanx.events import Event
@@ -109,7 +109,9 @@ def make_halted(note: notes.Halted, peer: Peer, places: Mapping[bytes, int]) -> 
     view, config = epoch.view, peer.config
     voters = {key for (height, _, _), votes in peer.votes.items() if height == note.height for key in votes}
     heard = peer.page(note.height).letters.keys() & (voters or set(view.roster))
-    silent = [key for key in view.roster if key not in heard]
+    named = peer.timeouts.get((note.height, 0), {}).get(peer.key)
+    missed = named.body.missing if named is not None and isinstance(named.body, Timeout) else ()
+    silent = [key for key in view.roster if key not in heard] or [key for key in view.roster if key in missed]
     return events.Halted(
         step=note.step,
         silent=[places[key] for key in silent],
