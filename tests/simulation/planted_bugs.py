@@ -749,8 +749,8 @@ bug(
     "whoever is accused is guilty",
     (
         "_decide_votes",
-        "verdicts[case.digest] = _tally(transcript, case.digest, voters)",
-        "verdicts[case.digest] = Verdict.GUILTY",
+        "verdicts[case.digest, case.charge] = _find_verdict(config, transcript, case, cases)",
+        "verdicts[case.digest, case.charge] = Verdict.GUILTY",
     ),
     peers=5,
     steps=3,
@@ -758,7 +758,7 @@ bug(
 )
 bug(
     "a false accusation has no price",
-    ("_decide_votes", "if verdicts[digest] is Verdict.INNOCENT:", "if False:"),
+    ("_decide_votes", "if verdict is Verdict.INNOCENT:", "if False:"),
     peers=5,
     steps=3,
     attackers=("false_accusation_gradient",),
@@ -816,7 +816,7 @@ bug(
         "if key in self.joins or key in view.roster or key in view.banned:",
         "if key in self.joins or key in view.roster:",
     ),
-    ("make_confirm", "known = {*view.roster, *absent, *view.banned,", "known = {*view.roster, *absent,"),
+    ("make_confirm", "here = {*view.roster, *absent, *view.banned,", "here = {*view.roster, *absent,"),
     ("key_may_ask", "peer.key not in view.banned and ", ""),
     ("Peer.receive", " and delivery.sender not in self.banned:", ":"),
     peers=5,
@@ -991,7 +991,7 @@ unit_bug(
 unit_bug(
     "a return before its time",
     f"{MEMBERSHIP}::test_further_absences_last_longer_and_at_most_forty_steps",
-    ("_let_in", "if x.key in joins and step >= x.ready", "if x.key in joins"),
+    ("_let_in", "if step >= x.ready and may_return", "if may_return"),
 )
 unit_bug(
     "as many sponsors as attackers bring a member back",
@@ -1071,7 +1071,7 @@ unit_bug(
 unit_bug(
     "nobody comes back",
     f"{MEMBERSHIP}::test_the_first_absence_ends_at_the_next_boundary",
-    ("_let_in", "if x.key in joins and step >= x.ready", "if False"),
+    ("_let_in", "if step >= x.ready and may_return", "if False and may_return"),
 )
 unit_bug(
     "a returnee checks what it missed",

@@ -470,8 +470,10 @@ def make_confirms(
 ) -> Said:
     bodies: dict[int, m.Body] = {}
     for peer in get_peers(watched, view):
-        named = tuple(compute_case_digest(charge) for charge in (charges or {}).get(peer, ()))
-        bodies[peer] = m.Confirm(NOBODY, named, (), (), False, peer in blind, (), m.NOTHING)
+        brought = (charges or {}).get(peer, ())
+        named = tuple(map(compute_case_digest, brought))
+        charged = tuple(charge.accused for charge in brought if charge.rule is Rule.GRADIENT)
+        bodies[peer] = m.Confirm(NOBODY, named, (), (), False, peer in blind, charged, m.NOTHING)
     return agree(watched, Phase.CONFIRM, bodies, reports)
 
 
@@ -730,7 +732,7 @@ def test_v4_of_accomplices_counts_those_of_all_cases(watched: Checkers) -> None:
     parts = [part for part, key in enumerate(last.roster) if keys.index(key) not in liars]
     one, two = (make_charge(watched, Rule.GRADIENT, liars[x], (parts[x],), back=1) for x in range(2))
     votes = {compute_case_digest(charge): [GUILTY] * 5 for charge in (one, two)}
-    said = make_trial(watched, make_confirms(watched, (), {0: (one, two)}), votes)
+    said = make_trial(watched, make_confirms(watched, (), {0: (one,), 1: (two,)}), votes)
     for banned, proven in (((), False), ((keys[liars[1]],), True)):
         view = change(watched.latest, bound=3, banned=banned)
         ban = Banned(last.roster[parts[0]], Rule.REPORT, one.step, view.step, "", said, one)

@@ -204,8 +204,8 @@ def find_leak(pace: int) -> int:
 
 
 def find_limit(delta: float, transfer_time: float, pace: int) -> int:
-    """What one member may owe: one message at its deadline, and a step."""
-    return int(1000 * (4 * delta + transfer_time)) + pace
+    """What one member may owe: AGGREGATE or REPORT at its deadline, which is all that one pause can cost, and a step."""
+    return int(1000 * (8 * delta + transfer_time)) + pace
 
 
 # ---- Whose fault it is
