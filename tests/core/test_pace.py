@@ -88,10 +88,11 @@ def test_at_most_bound_members_are_late_and_each_was_waited_for(offsets: dict[in
 
 
 def test_parts_are_asked_for_once_most_are_here_and_then_opened() -> None:
-    assert find_opening([0, 50, 50, 60], 6, 1, PACE) is None
-    assert find_opening([0, 50, 50, 50, 60], 6, 1, PACE) == (60 + 4 * 50, 60 + 8 * 50)
-    assert find_opening([0, 1, 1, 1, 900], 6, 1, PACE) == (900 + 100, 900 + 200)
-    assert find_opening([0, 50, 50, 50, 60], 6, 1, 0) is None, "nobody knows the pace yet"
+    assert find_opening([0, 50, 50, 60], 6, 1, 20, PACE) is None
+    assert find_opening([0, 50, 50, 50, 60], 6, 1, 20, PACE) == (60 + 4 * 50, 60 + 8 * 50)
+    assert find_opening([0, 1, 1, 1, 900], 6, 1, 20, PACE) == (900 + 100, 900 + 200)
+    assert find_opening([0, 1, 1, 1, 900], 6, 1, 70, PACE) == (900 + 280, 900 + 560), "messages take so long"
+    assert find_opening([0, 50, 50, 50, 60], 6, 1, 20, 0) is None, "nobody knows the pace yet"
 
 
 # ---- Timing
@@ -454,7 +455,7 @@ class Model:
         for r in self.honest:
             offsets = [0, *(time - self.ready[r] for time in came[r].values())]
             most = sorted(offsets)[: len(offsets) - bound]
-            opening = find_opening(most, len(offsets), bound, max(1, self.pace))
+            opening = find_opening(most, len(offsets), bound, LINK, max(1, self.pace))
             assert opening is not None
             patience = opening[1]
             claims |= {(r, a) for a in self.liars if came[r][a] - self.ready[r] > patience}

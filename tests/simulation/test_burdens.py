@@ -38,6 +38,8 @@ class HalfShownCharges(Accuser):
     """False charges, shown to so few and so late that no majority says so; nor does the plot."""
 
     brings: bool = True
+    many: bool = False
+    """Of more members than may be guilty."""
 
     def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
         if isinstance(sign.body, m.Vote):
@@ -45,7 +47,8 @@ class HalfShownCharges(Accuser):
             return change_body(sign, ballots=tuple(ballots))
         if not self.brings or not isinstance(sign.body, m.Confirm) or insider.view.step == insider.config.steps:
             return sign
-        charges = (make_charge(insider, key, ()) for key in insider.duties.contributors if key in insider.honest)
+        accused = [key for key in insider.duties.contributors if key in insider.honest]
+        charges = (make_charge(insider, key, ()) for key in accused[: None if self.many else insider.view.bound])
         return self.bring(insider, sign, *(charge for charge in charges if charge is not None))
 
     def _judge(self, insider: Insider, ballot: m.Ballot) -> Verdict:
@@ -67,6 +70,13 @@ def test_false_charges_that_half_can_see_cost_their_accuser_its_place() -> None:
     attackers = {5: HalfShownCharges(start=1), 6: HalfShownCharges(start=1, brings=False)}
     swarm = play(attackers, steps=5)
     assert swarm.plot.notes
+    assert is_out(swarm, 5), describe(swarm)
+
+
+def test_who_accuses_more_than_can_be_guilty_is_not_heard() -> None:
+    attackers = {5: HalfShownCharges(start=1, many=True), 6: HalfShownCharges(start=1, brings=False)}
+    swarm = play(attackers, steps=5)
+    assert not swarm.plot.notes, "nobody asks for the evidence"
     assert is_out(swarm, 5), describe(swarm)
 
 

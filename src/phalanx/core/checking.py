@@ -163,6 +163,12 @@ def _compare(peer: Peer, step: int, parts: dict[int, Piece], raw: Tensor, count:
     return verdict if verdict is Verdict.GUILTY or len(parts) == count else Verdict.NOT_RECEIVED
 
 
+def find_arrival_time(config: Config, view: View) -> float:
+    """Seconds that a member needs that is new: somebody may have kept the last step from it, and served it no state."""
+    before = view.attempts[-1].roster if view.attempts else view.roster
+    return 6 * config.delta + config.transfer_time if set(view.roster) - set(before) else 0.0
+
+
 def find_fetch_time(config: Config) -> float:
     """Seconds that a check may wait for the target's bytes: only a tolerant one needs them."""
     return 9 * config.delta + 2 * config.transfer_time if config.tolerance is not None else 0.0

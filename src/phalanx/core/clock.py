@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median_low
 
 from phalanx.core import messages as m
-from phalanx.core.checking import find_fetch_time
+from phalanx.core.checking import find_arrival_time, find_fetch_time
 from phalanx.core.config import Config
 from phalanx.core.messages import Phase, Verdict
 from phalanx.core.pace import Lags, measure
@@ -122,8 +122,7 @@ def _find_begins(peer: Peer) -> dict[bytes, float]:
 
 def _find_arrivals(peer: Peer) -> dict[int, float]:
     """From when on the first COMMIT of members that are new is late: they may have to fetch what others kept back."""
-    config = peer.config
-    due = 2 * peer.clock.usual + 2 * config.delta + config.transfer_time
+    due = 2 * peer.clock.usual + find_arrival_time(peer.config, peer.view)
     return {place: due for place, key in enumerate(peer.view.roster) if key in peer.clock.arriving}
 
 

@@ -99,7 +99,7 @@ def measure(offsets: Mapping[int, int], bound: int, hop: int, allowed: Mapping[i
     )
 
 
-def find_opening(offsets: Iterable[int], contributors: int, bound: int, pace: int) -> tuple[int, int] | None:
+def find_opening(offsets: Iterable[int], contributors: int, bound: int, hop: int, pace: int) -> tuple[int, int] | None:
     """When a part that is not here is asked for again, and when in the open, in milliseconds.
 
     None: not before more have come. ``offsets`` are those of the parts that are here, the own one included. A member
@@ -110,7 +110,7 @@ def find_opening(offsets: Iterable[int], contributors: int, bound: int, pace: in
     if not pace or len(arrived) < max(1, contributors - bound):
         return None
     middle = arrived[min(contributors // 2, len(arrived) - 1)]
-    turn = max(4 * middle, pace // SHARE)
+    turn = max(4 * middle, 4 * hop, pace // SHARE)
     return arrived[-1] + turn, arrived[-1] + 2 * turn
 
 
@@ -204,7 +204,7 @@ def find_leak(pace: int) -> int:
 
 
 def find_limit(delta: float, transfer_time: float, pace: int) -> int:
-    """What one member may owe: AGGREGATE or REPORT at its deadline, which is all that one pause can cost, and a step."""
+    """What one member may owe: AGGREGATE or REPORT at its deadline, all that one pause can cost; and a step."""
     return int(1000 * (8 * delta + transfer_time)) + pace
 
 

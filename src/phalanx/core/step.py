@@ -23,6 +23,7 @@ from phalanx.core.checking import (
     compute_gradient,
     fetch,
     fetch_trial,
+    find_arrival_time,
     find_fetch_time,
     make_charge,
     read_aggregates,
@@ -216,12 +217,6 @@ def prepare_parts(peer: Peer) -> Story:
     return own
 
 
-def find_arrival_time(config: Config, view: View) -> float:
-    """Seconds that a member needs that is new: somebody may have kept the last step from it, and served it no state."""
-    before = view.attempts[-1].roster if view.attempts else view.roster
-    return 6 * config.delta + config.transfer_time if set(view.roster) - set(before) else 0.0
-
-
 # ---- AGGREGATE
 
 
@@ -307,7 +302,7 @@ def find_opening_times(peer: Peer, places: Iterable[tuple[int, int, bytes, int]]
     """When missing parts of my row are asked for again, and when I say that they are missing."""
     came = [0.0 if x[2] == peer.key else peer.part_times.get(x, math.inf) - peer.entered for x in places]
     here = [max(0, round(1000 * offset)) for offset in came if offset < math.inf]
-    opening = find_opening(here, len(came), peer.view.bound, peer.view.pace)
+    opening = find_opening(here, len(came), peer.view.bound, peer.clock.watch.hop, peer.view.pace)
     if opening is None:
         return None
     return peer.entered + opening[0] / 1000, peer.entered + opening[1] / 1000
