@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.core import justice
 from phalanx.core.config import KEPT_STEPS, AutomaticTau, Config, Tolerance
 from phalanx.core.crypto import compute_digest
 from phalanx.core.membership import (
@@ -51,6 +52,7 @@ from phalanx.core.membership import (
     note_withheld_share,
     retry_step,
 )
+from phalanx.core.transcript import Transcript
 
 properties = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -1247,6 +1249,19 @@ def test_fixed_tau_stays() -> None:
 
 
 # ---- Other bookkeeping
+
+
+def test_whoever_takes_one_along_takes_nobody_else() -> None:
+    config = make_config(9, complaints=1)
+    one, two, three, *_ = config.founders
+    transcript = Transcript(make_genesis(config), compute_duties(config, make_genesis(config)))
+    decision = justice.Decision()
+    with pytest.MonkeyPatch.context() as patch:
+        fresh = [Complaint(0, one, two), Complaint(0, one, three)]
+        patch.setattr(justice, "find_complaints", lambda *_: (fresh, frozenset()))
+        justice._decide_complaints(config, transcript, decision)
+    assert decision.pairs == {(one, two)}
+    assert {*decision.removed} == {one, two}
 
 
 def test_strikes_and_complaints_go_with_their_owners() -> None:

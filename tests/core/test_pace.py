@@ -95,6 +95,11 @@ def test_parts_are_asked_for_once_most_are_here_and_then_opened() -> None:
     assert find_opening([0, 50, 50, 50, 60], 6, 1, 20, 0) is None, "nobody knows the pace yet"
 
 
+def test_of_two_inputs_the_later_is_measured_against_the_earlier() -> None:
+    """A contributor of four has two others: the upper of these is perhaps the attacker's own."""
+    assert measure({1: 50, 2: 4000}, 1, 20) == Lags(50, {2: 3880}, {2: 3930})
+
+
 # ---- Timing
 
 
@@ -284,6 +289,14 @@ def test_who_stands_apart_from_many_pays_for_what_others_name_and_is_not_excused
     timings = [say(7, {6: 300}, {6: 350}) for _ in range(7)]
     timings[6] = say(7, {0: 280}, {0: 400})
     assert judge(read_timings(timings, 2), 2, PACE, rifts, ()).charges == {6: 300}
+
+
+def test_who_is_named_by_more_than_may_lie_pays_for_the_round() -> None:
+    timings = [Timing(PACE, 80, HOP, (), ())] * 7
+    claims = {(0, 6), (1, 6), (2, 6)}
+    for rifts in ((), {(0, 6), (1, 6), (2, 6)}):
+        found = judge(read_timings(timings, 2), 2, PACE, rifts, claims)
+        assert (found.charges, found.rifts) == ({6: 80}, frozenset())
 
 
 # ---- Debts

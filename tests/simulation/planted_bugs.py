@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from phalanx.attacks import Attack, Insider, Mail
-from phalanx.attacks.aggregation import FalseComplaints, FalseReport, ShiftedAggregate
+from phalanx.attacks.aggregation import FalseReport, ShiftedAggregate
 from phalanx.attacks.base import change_body
 from phalanx.attacks.broadcast import Late, LateSecondValue, is_own
 from phalanx.attacks.gradients import WrongGradient, flip
@@ -171,28 +171,6 @@ class Unopened(Attack):
             pairs = {(owner, insider.view.roster.index(key)) for key in (insider.key, *insider.friends)}
             return change_body(sign, unopened=tuple(sorted(pairs)))
         return change_body(sign, result=None, missing=(owner,)) if part is not None else sign
-
-
-@dataclass(kw_only=True, eq=False)
-class TwoComplaints(FalseComplaints):
-    """Quarrels with two honest members at once."""
-
-    count: int | None = 2
-
-
-@dataclass(kw_only=True, eq=False)
-class OneComplaint(FalseComplaints):
-    """Quarrels with one honest member."""
-
-    count: int | None = 1
-
-
-@dataclass(kw_only=True, eq=False)
-class Laggard(Late):
-    """A little too late in some phases, so that everybody says so, but never silent."""
-
-    delay: float = 3.7
-    phases: Collection[Phase] = (Phase.REVEAL, Phase.CONFIRM)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -463,14 +441,6 @@ bug(
     peers=5,
     steps=4,
     attackers=("equivocate_commit",),
-)
-bug(
-    "strikes are never counted",
-    ("change_members", "strikes = _count(view.strikes, changes.late, changes.banned)", "strikes = view.strikes"),
-    peers=5,
-    steps=11,
-    attackers=(f"{HERE}:Laggard",),
-    latency=(0.5, 0.55),
 )
 bug(
     "silence is banned",
@@ -782,14 +752,6 @@ bug(
     attackers=("wrong_gradient", "wrong_gradient"),
 )
 bug(
-    "elimination takes several along",
-    ("_decide_complaints", "and not pair & gone", ""),
-    peers=9,
-    steps=9,
-    seed=1,
-    attackers=(f"{HERE}:TwoComplaints", "honest"),
-)
-bug(
     "a ban does not lower the bound",
     ("change_members", "bound=min(config.byzantine, doubts)", "bound=view.bound"),
     peers=5,
@@ -899,8 +861,8 @@ bug(
     "the floor does not keep anybody",
     ("_choose_going", "if is_enough(config, view.attempts, members - {*group}, doubts):", "if True:"),
     peers=4,
-    steps=9,
-    attackers=(f"{HERE}:OneComplaint",),
+    steps=12,
+    attackers=("every_deadline",),
 )
 bug(
     "a slow path knows no floor",
@@ -1002,6 +964,16 @@ unit_bug(
     "a majority of sponsors brings a member back",
     "simulation/test_floor.py::test_attackers_cannot_keep_out_who_is_there",
     ("make_next", "if count > transcript.view.bound]", "if count >= len(transcript.view.roster) - 1]"),
+)
+unit_bug(
+    "strikes are never counted",
+    f"{MEMBERSHIP}::test_strikes_and_complaints_go_with_their_owners",
+    ("change_members", "strikes = _count(view.strikes, changes.late, changes.banned)", "strikes = view.strikes"),
+)
+unit_bug(
+    "elimination takes several along",
+    f"{MEMBERSHIP}::test_whoever_takes_one_along_takes_nobody_else",
+    ("_decide_complaints", "and not pair & gone", ""),
 )
 unit_bug(
     "pairs are split",

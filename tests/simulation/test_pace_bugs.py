@@ -18,7 +18,7 @@ from planted_bugs import Edit, planted  # noqa: E402
 
 def see_slow_commit() -> None:
     """A member that is always a little too slow goes in the end."""
-    swarm = experiment.run_swarm(0.5, "too_slow_commit", 1, False, 45, 1)
+    swarm = experiment.run_swarm(0.5, "too_slow_commit", 1, False, 75, 1)
     rosters = experiment.list_steps(swarm)[1]
     assert any(not roster & swarm.byzantine for roster in rosters)
 

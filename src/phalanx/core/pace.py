@@ -43,6 +43,7 @@ All numbers are whole milliseconds: everybody computes the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -90,7 +91,7 @@ def measure(offsets: Mapping[int, int], bound: int, hop: int, allowed: Mapping[i
     place = len(arrived) - bound - 1
     if place < 0:  # whoever is slow, nobody honest is known to be faster
         return Lags(0, {}, {})
-    most, usual = arrived[place], 2 * arrived[len(arrived) // 2]
+    most, usual = arrived[place], 2 * arrived[min(len(arrived) // 2, place)]  # of few, the upper may be a liar's
     due = {key: max(most, usual, (allowed or {}).get(key, 0)) + hop for key in offsets}
     return Lags(
         most,
@@ -223,7 +224,7 @@ class Judgement:
 def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], claims: Collection[Pair]) -> Judgement:
     """Charges and new rifts. ``claims`` are pairs of who says that it misses a part or an aggregate, and whose.
 
-    A member that has rifts with more members than may be Byzantine pays for what lies between it and others.
+    Who is named by more members than may lie pays for the round. A member that has rifts with more members than may be Byzantine pays for what lies between it and others.
     """
     grace, estranged = pace // SHARE, find_estranged(rifts, bound) or frozenset()
     charges, fresh = dict[int, int](), set[Pair]()
@@ -241,9 +242,11 @@ def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], clai
             excused -= excuses[other]
     cost = min(reading.rounds, pace)  # no more, since others may draw it out
     paying: set[int] = set()
+    counts = Counter(named for _, named in {*claims})
     for namer, named in sorted(claims):
         pair = make_pair(namer, named)
-        if namer == named or reading.late[named] > grace:  # an honest member saw that it was late
+        # An honest member saw that it was late, or says so.
+        if namer == named or reading.late[named] > grace or counts[named] > bound:
             paying.add(named)
         elif pair in rifts:  # all but a few have had in time what it says is missing
             paying.add(namer)
