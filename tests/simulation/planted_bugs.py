@@ -174,6 +174,17 @@ class Unopened(Attack):
 
 
 @dataclass(kw_only=True, eq=False)
+class Slander(Attack):
+    """Says that an honest member cost it a minute."""
+
+    def on_body(self, insider: Insider, sign: Sign) -> Sign | Signed | None:
+        if not isinstance(sign.body, m.Confirm):
+            return sign
+        late = tuple(60_000 if key == insider.honest[0] else 0 for key in insider.view.roster)
+        return change_body(sign, timing=msgspec.structs.replace(sign.body.timing, late=late))
+
+
+@dataclass(kw_only=True, eq=False)
 class LateButOne(Late):
     """In time for all but one, who has to ask others; and it says that it misses somebody else."""
 
@@ -857,6 +868,13 @@ bug(
 
 # The floor, and coming back
 
+bug(
+    "as many as may lie vouch for who was late",
+    ("read_timings", "reverse=True), bound)", "reverse=True), bound - 1)"),
+    peers=7,
+    steps=4,
+    attackers=(f"{HERE}:Slander", f"{HERE}:Slander"),
+)
 bug(
     "the floor does not keep anybody",
     ("_choose_going", "if is_enough(config, view.attempts, members - {*group}, doubts):", "if True:"),

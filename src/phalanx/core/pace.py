@@ -224,7 +224,8 @@ class Judgement:
 def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], claims: Collection[Pair]) -> Judgement:
     """Charges and new rifts. ``claims`` are pairs of who says that it misses a part or an aggregate, and whose.
 
-    Who is named by more members than may lie pays for the round. A member that has rifts with more members than may be Byzantine pays for what lies between it and others.
+    Who is named by more members than may lie pays for the round. A member that has rifts with more members than may be
+    Byzantine pays for what lies between it and others.
     """
     grace, estranged = pace // SHARE, find_estranged(rifts, bound) or frozenset()
     charges, fresh = dict[int, int](), set[Pair]()
