@@ -357,6 +357,10 @@ class _Exchange:
             if tuple(values) == roster:
                 self.seen.supports[compute_values_root(roster, values)] = values
 
+    def note_known(self, letter: Letter) -> None:
+        if is_agreed(letter, self.height):
+            self.known[letter.digest] = letter
+
     def note_support(self, member: bytes, letters: Values) -> None:
         roster, held = self.epoch.view.roster, self.supports.setdefault(member, {})
         held |= letters
@@ -526,6 +530,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     own: list[m.Relay] = []
     exchange.note_support(peer.key, peer.page(height).letters)
     for letter in _held(peer, view.roster, height):
+        exchange.note_known(letter)  # also the second of two: what I say I hold, nobody shows me
         if exchange.offer([letter]):
             exchange.accepted.add(compute_item_digest([letter]))
             if isinstance(letter.body, m.Join):  # its sender has no voice: mine is the first
@@ -604,8 +609,7 @@ def _accept(exchange: _Exchange, relay: m.Relay, number: int) -> list[Letter] | 
         if letter is None:
             return None
         letters.append(letter)
-        if is_agreed(letter, exchange.height):
-            exchange.known[letter.digest] = letter
+        exchange.note_known(letter)
     item = compute_item_digest(letters)
     if item in exchange.accepted:
         return None
