@@ -111,6 +111,8 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
     if peer.member:  # whoever starts again knows what its next message rests on
         yield KeepMessages(height, Heard.MESSAGES, tuple([letter.message for letter in values.values()]))
     peer.level, peer.root, peer.entered = height, compute_values_root(view.roster, values), peer.time
+    if height > peer.recalled:
+        peer.ask_at = math.inf
     peer.forget_heights()
     return values
 
