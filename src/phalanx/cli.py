@@ -20,7 +20,7 @@ from rich.console import Console
 
 from phalanx import __version__
 from phalanx.core.crypto import Identity, parse_peer_id
-from phalanx.core.errors import LocalError, WriteFailed
+from phalanx.core.errors import LocalError, RunHalted, WriteFailed
 from phalanx.core.messages import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ def main() -> None:
         sys.exit(2)
     except WriteFailed as error:
         _say_error(f"{error}; what was written before is intact")
+        sys.exit(1)
+    except RunHalted as error:
+        _say_error(f"{error}")
         sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""

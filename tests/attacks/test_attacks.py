@@ -154,7 +154,7 @@ FATES: dict[str, Fate] = {
 @pytest.mark.parametrize("name", FATES)
 def test_two_attackers(name: str) -> None:
     attack = ATTACKS[name]()
-    check(run_arena(attack, attack, seed=2, limit=150.0), FATES[name], FATES[name])
+    check(run_arena(attack, attack, seed=2, limit=200.0), FATES[name], FATES[name])
 
 
 # ---- Attacks that need somebody to open the door

@@ -592,6 +592,15 @@ def test_a_debt_is_paid_when_others_come_back() -> None:
     assert (list_suspended(view), view.owed) == ({two}, ())
 
 
+def test_the_oldest_debt_is_paid_first() -> None:
+    config = make_config(8, 3)
+    first, other, *_, last = sorted(config.founders)
+    view = go(config, make_genesis(config), remove(last))
+    both = go(config, view, remove(first))
+    assert both.owed == ((last,), (first,)), "not in the order of keys"
+    assert list_suspended(go(config, both, ban(other))) == {last}
+
+
 def test_who_says_goodbye_at_the_floor_stays_and_owes_nothing() -> None:
     config = make_config(8, 3)
     one = config.founders[0]

@@ -18,7 +18,7 @@ from phalanx.attacks.base import Mail, change_body
 from phalanx.attacks.gradients import WrongGradient
 from phalanx.core import messages as m
 from phalanx.core.effects import Sign
-from phalanx.core.events import AttemptStarted, Halted, Removed, Resumed, StepFinished, Waiting
+from phalanx.core.events import AttemptStarted, Halted, Removed, Resumed, SlowPath, StepFinished, Waiting
 from phalanx.core.justice import find_voters
 from phalanx.core.membership import (
     Committed,
@@ -347,3 +347,20 @@ def test_one_hiccup_of_everybody_in_turn_costs_nobody_its_place() -> None:
     assert all(record.count == 1 for record in last.absences)
     finished = [event.view for _, event in swarm.events[swarm.keys[0]] if isinstance(event, StepFinished)]
     assert min(len(view.roster) for view in finished) >= compute_floor(swarm.config, 2)
+
+
+@pytest.mark.parametrize("after", [3.0, 5.0, 6.0, 7.0])
+def test_one_that_comes_back_while_its_removal_is_settled_learns_of_it_at_once(after: float) -> None:
+    """It once waited in the old view for as long as a gradient may take, and then for timeouts: thirty deltas."""
+    swarm = make_swarm({}, founders=10, byzantine=2, steps=40)
+    late, other = swarm.keys[9], swarm.keys[0]
+    assert swarm.run(900.0, lambda: get_peer(swarm, other).view.step >= 3)
+    swarm.crash(late, 0.0)
+    slow = lambda: any(isinstance(event, SlowPath) for _, event in swarm.events[other])  # noqa: E731
+    assert swarm.run(900.0, slow)
+    swarm.run(swarm.world.now + after)
+    swarm.restart(late)
+    assert swarm.run(900.0, lambda: late not in get_peer(swarm, other).view.roster), "too late for the slow path"
+    gone = swarm.world.now
+    assert swarm.run(900.0, lambda: late in get_peer(swarm, other).view.roster)
+    assert swarm.world.now - gone <= 10 * swarm.config.delta

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx import events
 from phalanx.attacks import Attack, Insider, load_attack
-from phalanx.core.errors import LocalError
+from phalanx.core.errors import LocalError, RunHalted
 from phalanx.training.gradients import Gradients
 from phalanx.training.recorder import read_transcript
 from phalanx.training.simulate import resume, simulate
@@ -59,11 +59,18 @@ def test_two_processes_do_not_work_on_one_run(tmp_path: Path) -> None:
 
 
 def test_messages_that_no_receiver_would_take_do_not_stop_a_run_from_being_resumed(tmp_path: Path) -> None:
-    settings = {**ATTACKED, "attack": "oversize", "start": 2}
+    settings = {**ATTACKED, "peers": 8, "attack": "oversize", "start": 2}
     whole = simulate(task, **settings)
     simulate(task, **settings, out=tmp_path / "run", stop=lambda step: step >= 6)
     assert resume(tmp_path / "run", task=task).state_digest == whole.state_digest
     assert read_transcript(tmp_path / "run" / "transcript.bin")
+
+
+def test_a_run_that_silent_attackers_halt_says_so_and_ends() -> None:
+    silent = {**ATTACKED, "attack": "silent", "start": 2}
+    with pytest.raises(RunHalted, match=r"halted: .* in step 2 .*missing: \d, \d.*unless peers >= 8"):
+        simulate(task, **silent)
+    assert simulate(task, **{**silent, "peers": 8}).steps == 12
 
 
 @pytest.mark.parametrize("attack", ["random_gradient", "false_accusation_gradient"])
@@ -104,7 +111,7 @@ def test_an_attack_s_own_start_counts() -> None:
 def test_who_left_is_not_active() -> None:
     result = simulate(task, peers=8, byzantine=2, attack="leave", steps=12)
     assert result.byzantine_active == 0
-    assert [event.peer for event in result.events if isinstance(event, events.Left)] == [6, 7]
+    assert {event.peer for event in result.events if isinstance(event, events.Left)} == {6, 7}
 
 
 def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ class Lane:
         for other in [self._peers[key] for key in to if key in self._peers]:
             other.put(self._key, decode_message(data), len(data))
 
-    def set_circle(self, members: frozenset[bytes], banned: frozenset[bytes]) -> None: ...
+    def set_circle(
+        self, members: frozenset[bytes], banned: frozenset[bytes], former: frozenset[bytes] = frozenset()
+    ) -> None: ...
 
     def resume(self) -> None: ...
 

@@ -114,6 +114,8 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
     if peer.member:  # whoever starts again knows what its next message rests on
         yield KeepMessages(height, Heard.MESSAGES, tuple([letter.message for letter in values.values()]))
     peer.level, peer.root, peer.entered = height, compute_values_root(view.roster, values), peer.time
+    if height > peer.recalled:
+        peer.ask_at = math.inf
     peer.forget_heights()
     return values
 
@@ -360,6 +362,10 @@ class _Exchange:
             if tuple(values) == roster:
                 self.seen.supports[compute_values_root(roster, values)] = values
 
+    def note_known(self, letter: Letter) -> None:
+        if is_agreed(letter, self.height):
+            self.known[letter.digest] = letter
+
     def note_support(self, member: bytes, letters: Values) -> None:
         roster, held = self.epoch.view.roster, self.supports.setdefault(member, {})
         held |= letters
@@ -529,6 +535,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     own: list[m.Relay] = []
     exchange.note_support(peer.key, peer.page(height).letters)
     for letter in _held(peer, view.roster, height):
+        exchange.note_known(letter)  # also the second of two: what I say I hold, nobody shows me
         if exchange.offer([letter]):
             exchange.accepted.add(compute_item_digest([letter]))
             if isinstance(letter.body, m.Join):  # its sender has no voice: mine is the first
@@ -607,8 +614,7 @@ def _accept(exchange: _Exchange, relay: m.Relay, number: int) -> list[Letter] | 
         if letter is None:
             return None
         letters.append(letter)
-        if is_agreed(letter, exchange.height):
-            exchange.known[letter.digest] = letter
+        exchange.note_known(letter)
     item = compute_item_digest(letters)
     if item in exchange.accepted:
         return None

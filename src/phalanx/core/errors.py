@@ -7,6 +7,10 @@ class LocalError(Exception):
     """Something on this machine, or something its user asked for, is wrong. The message says what to do."""
 
 
+class RunHalted(Exception):  # noqa: N818
+    """A simulated run waits for members that will not come. What it wrote before is still there."""
+
+
 class Malformed(Exception):  # noqa: N818
     """Bytes from a peer are not exactly one message of ours: outside the schema, its limits or its canonical form.
 

@@ -58,7 +58,7 @@ def run_made_peer(peer: Peer, returning: bool) -> Story:
         try:
             settled = False
             if returning:
-                returning = False
+                returning, peer.ask_at = False, peer.now + config.delta
                 yield from catch_up(peer)
             yield from prepare(peer)
             if peer.view.step < config.steps:

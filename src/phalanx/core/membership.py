@@ -261,7 +261,7 @@ def find_replacements(
     members = {*view.roster} - changes.out
     record = Committed(view.step, view.attempt, view.roster, (), (), doubts=view.doubts)
     attempts = (*view.attempts, record) if stands else view.attempts
-    doubts = view.doubts - len(changes.banned & {*view.roster})
+    doubts = max(0, view.doubts - len(changes.banned & {*view.roster}))
     if is_enough(config, attempts, members, doubts):
         return frozenset()
     counts = {record.key: record.count for record in view.absences}
@@ -535,14 +535,14 @@ def _choose_going(
 ) -> tuple[list[bytes], tuple[tuple[bytes, ...], ...]]:
     """Who is suspended now, pairs together; and who would be if the roster was larger.
 
-    What a slow path has agreed on comes first: it has made sure that enough stay.
+    What a slow path has agreed on comes first: it has made sure that enough stay. Then what is owed longest.
     """
     paired = {key for pair in changes.pairs for key in pair}
     often = {count.key for count in strikes if count.count >= config.strikes}
     alone = [(key,) for key in sorted(changes.removed - paired)]
     struck = [(key,) for key in sorted(often)]
     members, going, owed = {*staying}, list[bytes](), list[tuple[bytes, ...]]()
-    for group in dict.fromkeys((*alone, *sorted(changes.pairs), *struck, *view.owed)):
+    for group in dict.fromkeys((*alone, *view.owed, *sorted(changes.pairs), *struck)):
         if not {*group} <= members:
             continue  # one of them has gone already: it takes nobody along
         if is_enough(config, view.attempts, members - {*group}, doubts):
@@ -550,7 +550,8 @@ def _choose_going(
             going += group
         elif not {*group} <= changes.leaving:
             owed.append(group)
-    return going, tuple(group for group in owed if {*group} <= members)
+    debts = sorted(owed, key=lambda group: group not in view.owed)
+    return going, tuple(group for group in debts if {*group} <= members)
 
 
 def _suspend(

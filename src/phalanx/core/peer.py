@@ -213,6 +213,10 @@ class Peer:
         self.leaving = False
         self.revived = False
         """Whether I was here before, and signed what I may no longer be able to show."""
+        self.ask_at = math.inf
+        """When to ask next whether the others go on without me: once I am back, until I hear something new."""
+        self.recalled = -1
+        """Up to which height I may know messages from before I came back."""
         self.late: set[bytes] = set()
         """Who earned a strike in a slow path that I have not told of in a CONFIRM yet."""
         self.reluctant: set[bytes] = set()
@@ -382,9 +386,12 @@ class Peer:
 
     def receive(self, until: float) -> Story:
         """Wait for one message and take care of it; :class:`Lost` when one shows that the run went on elsewhere."""
-        delivery = yield Receive(until)
+        delivery = yield Receive(until if until < self.ask_at else self.ask_at)
         self.now = now = delivery.now
         self.time = now - self.paused
+        if now >= self.ask_at:
+            self.ask_at = now + self.config.delta
+            yield Broadcast(self.choose_some(), m.PullChain(self.base.height))
         message = delivery.message
         if message is not None and delivery.sender not in self.banned:
             if type(message) is Signed:
@@ -474,6 +481,7 @@ class Peer:
             letter = self.examiner.examine(message) if message.run == self.run else None
             if letter is not None and message.domain is Domain.AGREED:
                 self.page(message.height).add(letter)
+                self.recalled = max(self.recalled, message.height)
             elif letter is not None and isinstance(letter.body, m.Outcome):
                 ballot = (message.height, letter.body.round, letter.body.final)
                 self.votes.setdefault(ballot, {})[message.sender] = letter

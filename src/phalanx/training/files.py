@@ -23,7 +23,7 @@ def read_file(path: Path, most: int, what: str) -> bytes:
     except ValueError:  # a name with a NUL
         raise LocalError(f"{what} {str(path)!r} is no name of a file") from None
     except OSError as error:
-        raise LocalError(f"{what} cannot read {path}: {error.strerror}") from None
+        raise LocalError(f"{what} cannot read {path}: {error.strerror}; expected a file") from None
     if len(data) > most:
         raise LocalError(f"{what} {path} has more than {most:,} bytes; expected a smaller file")
     return data

@@ -18,10 +18,10 @@ from phalanx.core.config import KEPT_STEPS, Config
 from phalanx.core.crypto import Signer
 from phalanx.core.effects import Story
 from phalanx.core.envelope import Verify
-from phalanx.core.errors import LocalError, WriteFailed
+from phalanx.core.errors import LocalError, RunHalted, WriteFailed
 from phalanx.core.justice import LEFT
 from phalanx.core.life import make_peer, run_made_peer
-from phalanx.core.membership import View, compute_batch_seed, compute_margin, encode_view
+from phalanx.core.membership import View, compute_batch_seed, compute_floor, compute_margin, encode_view
 from phalanx.core.memory import Epoch, Memory, Notes, recall, remember, remember_notes, take_down
 from phalanx.core.messages import Phase
 from phalanx.core.peer import Peer
@@ -34,6 +34,8 @@ from phalanx.training.recorder import Recorder
 
 _LINKS = Links(low=0.01, high=0.05)
 _GRADIENT_TIME = 0.5  # virtual seconds
+_PATIENCE = 300
+"""Deltas without a step after which nothing more will happen: who is missing does not come."""
 
 
 @dataclass(slots=True)
@@ -89,7 +91,8 @@ class SwarmRun:
         """Go on until the end, or until the recorder wants to stop and the checkpoint is written."""
         while not self._done:
             try:
-                self._world.run(stop=lambda: self._done)
+                step, until = self._step, self._world.now + _PATIENCE * self._config.delta
+                self._world.run(until, lambda step=step: self._done or self._step > step)  # type: ignore[misc]
             except StoryFailed as failure:
                 cause = failure.__cause__
                 if isinstance(cause, LocalError | WriteFailed):
@@ -99,7 +102,19 @@ class SwarmRun:
                 place = self._index[failure.key]
                 raise LocalError(f"the attack of peer {place} failed in step {self._step}: {cause!r}") from cause
             else:
-                assert self._done, "the swarm has come to rest before the end"
+                if not self._done and self._step == step:
+                    raise RunHalted(self._explain_halt())
+
+    def _explain_halt(self) -> str:
+        waits = [event for event in self._recorder.events if isinstance(event, events.Waiting)]
+        step, silent = (waits[-1].step, ", ".join(map(str, waits[-1].silent))) if waits else (self._step, "unknown")
+        config, members = self._config, len(self._roster)
+        floor = compute_floor(config, config.byzantine)
+        return (
+            f"halted: the run has waited in step {step} for {_PATIENCE} delta (peers that are missing: {silent}); "
+            f"it had {members} members, and goes on with {floor} of them at least: silent attackers can halt it unless "
+            f"peers >= {floor + config.byzantine} (byzantine = {config.byzantine}, validators = {config.validators})"
+        )
 
     # ---- Starting
 
