@@ -1,6 +1,6 @@
 """What members that are slow on purpose cost the others, and how long they may.
 
-    python experiments/pace.py [--attacks every_deadline slow_to_one ...] [--gradients 0.5 2 20] [--steps 40] [--json]
+    python experiments/pace.py [--attacks every_deadline slow_to_one ...] [--gradients 0.5 2 20] [--steps 80] [--json]
 
 Sixteen members, ``b = 3``, ``delta = 2`` s, links of 0.02 to 0.1 s, in virtual time. The attack begins at step 5. For
 each attack: seconds a step without it; what was lost until the last attacker was out (in worst-case steps: all
@@ -129,8 +129,9 @@ def measure(scenario: str, gradient: float, steps: int, seed: int) -> Result:
     durations, rosters = list_steps(swarm)
     present = [step for step, roster in enumerate(rosters) if roster & swarm.byzantine]
     end = present[-1] + 1 if attackers and present[-1] + SETTLE < len(rosters) - 1 else None
-    spell = durations[START : None if end is None else end + 1]
-    rest = durations[START:] if end is None else durations[end + 1 :]
+    # The step after the last attacker went begins with gradients for another roster: that, too, is its cost.
+    spell = durations[START : None if end is None else end + 2]
+    rest = durations[START:] if end is None else durations[end + 2 :]
     out = {key for roster in rosters for key in swarm.honest if key not in roster}
     victims = swarm.plot.notes.get("victims", set())
     return Result(
@@ -165,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--attacks", nargs="+", choices=[*SCENARIOS], default=[*SCENARIOS], metavar="NAME")
     parser.add_argument("--gradients", nargs="+", type=float, default=GRADIENTS, help="seconds")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="all results in one last line")

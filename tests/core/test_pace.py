@@ -317,7 +317,7 @@ def test_debtors_are_members_and_the_worst_come_first() -> None:
 def test_an_honest_pause_is_sat_out_like_an_absence_and_more_in_full() -> None:
     assert [limit_stay(17_000, 8_500, 9_000, 100, count) for count in (1, 2, 3, 99)] == [10_000, 11_000, 13_000, 13_000]
     assert limit_stay(17_000, 12_000, 9_000, 100, 1) == 12_000
-    assert limit_stay(9_100, 50_000, 9_000, 100, 1) == 9_100
+    assert limit_stay(9_100, 50_000, 9_000, 100, 1) == 10_000
 
 
 def test_more_honest_members_than_liars_stand_between_two() -> None:

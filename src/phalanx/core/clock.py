@@ -20,6 +20,8 @@ from phalanx.core.transcript import Page
 
 _SOON = 8
 """In a part of ``delta`` so small a message that nothing held up is here: nothing is asked for sooner."""
+_LONGER = 1.25
+"""How many times longer than before gradients may take without being taken for waits."""
 _AGAIN = (Phase.AGGREGATE_AGAIN, Phase.REPORT_AGAIN)
 
 
@@ -38,7 +40,10 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
     }
     slack = _find_vote_slack(peer.config) if phase is Phase.VOTE else 0.0
     if phase is Phase.COMMIT:
-        clock.usual = median_low(offsets.values()) if offsets else 0.0
+        if offsets and begins:
+            clock.usual = _move_usual(peer, median_low(offsets.values()), min(begins.values()))
+        elif offsets:
+            clock.usual = clock.usual or median_low(offsets.values())
         allowed = _find_arrivals(peer)
         clock.arriving = frozenset()
     else:
@@ -110,14 +115,21 @@ def _measure(
 def _find_begins(peer: Peer) -> dict[bytes, float]:
     """When each member could begin with its gradient: in a retry, and after a restart, when the attempt began.
 
-    A machine that checked others was busy until its report came.
+    A machine that checked others was busy until its report came. Gradients that had been computed long before the
+    attempt began do not make others that come later look early.
     """
     view, clock = peer.view, peer.clock
     if clock.begun is None or any(record.step == view.step for record in view.attempts):
         return {}
-    begin = clock.begun
+    begin = max(clock.begun, peer.entered - _LONGER * clock.usual) if clock.usual else clock.begun
     ready = (key for key in view.roster if key not in clock.arriving)
     return {key: max(begin, clock.reported.get(key, begin)) for key in ready}
+
+
+def _move_usual(peer: Peer, middle: float, begin: float) -> float:
+    """The median time of a gradient, as far as it shows: not where gradients were ready before the attempt began."""
+    usual, hidden = peer.clock.usual, middle <= peer.entered - begin + 2 * peer.clock.watch.hop / 1000
+    return min(usual, middle) if hidden and usual else middle
 
 
 def _find_arrivals(peer: Peer) -> dict[int, float]:

@@ -313,13 +313,13 @@ def find_debtors(debts: Mapping[bytes, int], roster: Collection[bytes], limit: i
 
 
 def limit_stay(debt: int, charge: int, limit: int, leak: int, absences: int) -> int:
-    """What a member owes once it is suspended for it: no more than it cost in this step alone, or makes up for soon.
+    """What a member owes once it is suspended for it: what it cost in this step alone, or what it makes up for soon.
 
-    One honest pause costs no more than the limit. Who pauses once too often stays away for 10 steps, then 20, then 40;
-    ``absences`` counts this one, and those that are not forgiven.
+    One honest pause costs no more than the limit. Who pauses once too often stays away for 10 steps, then 20, then 40,
+    as each return costs the others time too; ``absences`` counts this one, and those that are not forgiven.
     """
     stay = min(LONGEST_STAY, 5 << min(absences, 8))
-    return min(debt, max(limit + stay * leak, charge))
+    return max(limit + stay * leak, min(debt, charge))
 
 
 def may_return(debt: int, limit: int) -> bool:
