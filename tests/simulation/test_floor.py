@@ -367,7 +367,7 @@ def test_one_that_comes_back_while_its_removal_is_settled_learns_of_it_at_once(a
 
 
 def test_attackers_that_were_members_while_few_were_do_not_halt_the_run_when_all_are_back() -> None:
-    """Of the attempts at the floor fewer than ``2 b_t + 1`` are left without them: these are waited for, not for ever."""
+    """Of attempts at the floor fewer than ``2 b_t + 1`` are left without them, which are waited for, not for ever."""
     start = 5
     swarm = make_swarm(dict.fromkeys((6, 7), Mute(start=start)), founders=8, byzantine=2, steps=12)
     checkers = watch(swarm)
