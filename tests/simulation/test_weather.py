@@ -36,7 +36,7 @@ def make_swarm(
 ) -> Swarm:
     settings = {"byzantine": b, "steps": steps, "delta": DELTA, "gradient_time": 1.0, "transfer_time": 1.0}
     setup = Setup(founders=n, settings=settings, compute_time=0.4, attackers=attackers or {})
-    return Swarm(setup, seed, Links(delta=0.9 * DELTA, low=0.02, high=0.1), trace=trace)
+    return Swarm(setup, seed, Links(delta=0.9 * DELTA, low=0.02, high=0.1), trace=trace, keep_events=True)
 
 
 class Signatures:
@@ -284,3 +284,20 @@ def test_the_grid_has_every_kind_of_run(experiment: ModuleType) -> None:
         assert {cell.when for cell in some} == set(experiment.MOMENTS)
         assert {cell.length for cell in some} == set(experiment.LENGTHS)
         assert {cell.safe for cell in some} == ({False, True} if 3 * b < n else {False})
+
+
+@pytest.mark.parametrize("b", [0, 1])
+def test_who_stood_still_blames_nobody_for_it(b: int) -> None:
+    """Its deadlines have passed when it wakes, and what was sent to it meanwhile is under way."""
+    swarm = make_swarm(6, b, steps=20, seed=5)
+    sleeper = swarm.keys[0]
+    front = Stalls(rate=0.5, lengths=(5, 7), when=(Phase.REVEAL,), kinds=(Kind.PAUSE,), most=1, peers=(sleeper,))
+    weather = Weather(swarm, front, clears=12)
+    run(swarm)
+    assert swarm.is_over()
+    assert len(weather.past) >= 3
+    blamed = set[bytes]()
+    for _, event in swarm.events[swarm.keys[1]]:
+        if isinstance(event, StepFinished):
+            blamed |= {count.key for count in event.view.strikes} | {record.key for record in event.view.absences}
+    assert blamed == {sleeper}

@@ -88,7 +88,9 @@ def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Stor
             early = enough >= peer.entered and peer.time < enough + delta
             yield from _pull(peer, height, work, checked, early)
             pull_at = peer.time + delta
-        deadline = max(peer.entered + 4 * delta, peer.grace) + work if complaint is None else again
+        deadline = again
+        if complaint is None:
+            deadline = max(max(peer.entered + 4 * delta, peer.grace) + work, peer.awake)
         if peer.member and peer.time >= deadline:
             missing = _list_missing(
                 peer, page, checked

@@ -213,6 +213,8 @@ class Peer:
         self.leaving = False
         self.revived = False
         """Whether I was here before, and signed what I may no longer be able to show."""
+        self.awake = -math.inf
+        """After my machine stood still: when what was sent to me meanwhile is here. I miss nobody before."""
         self.ask_at = math.inf
         """When to ask next whether the others go on without me: once I am back, until I hear something new."""
         self.recalled = -1
@@ -386,9 +388,13 @@ class Peer:
 
     def receive(self, until: float) -> Story:
         """Wait for one message and take care of it; :class:`Lost` when one shows that the run went on elsewhere."""
-        delivery = yield Receive(until if until < self.ask_at else self.ask_at)
+        due = until if until < self.ask_at else self.ask_at
+        overslept = due + self.config.delta / 2 if due > self.now else math.inf
+        delivery = yield Receive(due)
         self.now = now = delivery.now
         self.time = now - self.paused
+        if now > overslept:
+            self.awake = self.time + self.config.delta
         if now >= self.ask_at:
             self.ask_at = now + self.config.delta
             yield Broadcast(self.choose_some(), m.PullChain(self.base.height))
