@@ -900,6 +900,33 @@ def test_two_that_take_turns_pay_for_it_with_rounds() -> None:
         assert find_replacements(config, later, remove(two), {one}, False, 0) == {one}
 
 
+def test_witnesses_are_waited_for_and_then_given_up() -> None:
+    """Attackers that were members while few were cannot halt the run for ever when all others are back."""
+    config = make_config(8, 2)
+    one, two, three, four = config.founders[:4]
+    thin = suspend(config, suspend(config, make_genesis(config), one), two)
+    thin = note_commits(thin, thin.roster, ())
+    assert len(thin.attempts[-1].roster) == compute_floor(config, 2) == 6
+    view = go(config, thin, joins=(one, two))
+    assert len(view.roster) == 8
+    assert find_replacements(config, view, remove(three), (), False, 0) == frozenset(), "5 of the 6 are left"
+    assert find_replacements(config, view, remove(three, four), (), False, 9) is None, "4 are waited for"
+    assert find_replacements(config, view, remove(three, four), (), False, 0, True) == frozenset()
+    assert find_replacements(config, view, remove(one, three, four), (), False, 9, True) is None, "the floor stays"
+    silent = frozenset({three, four})
+    kept = retry(config, view, Changes(removed=silent))
+    assert (len(kept.roster), len(kept.owed)) == (7, 1)
+    assert not any(record.given_up for record in kept.attempts)
+    after = retry(config, view, Changes(removed=silent, patient=True))
+    assert (list_suspended(after), after.owed) == ({three, four}, ())
+    assert [record.given_up for record in after.attempts] == [True], "those who are left judge it"
+    assert len(retry(config, after, remove(one)).roster) == 6, "the floor is not given up"
+    again = change(after, roster=(*after.roster, three))
+    assert len(retry(config, again, remove(one)).roster) == 6, "and nobody waits for them again"
+    untouched = retry(config, view, Changes(removed=frozenset({three}), patient=True))
+    assert not any(record.given_up for record in untouched.attempts), "nothing is given up for nothing"
+
+
 def test_a_replacement_does_not_judge_what_it_missed() -> None:
     """So it does not help where those who were there would be too few."""
     config = make_config(9, 3)

@@ -884,7 +884,7 @@ bug(
 )
 bug(
     "a slow path knows no floor",
-    ("find_replacements", "if is_enough(config, attempts, members, doubts):", "if True:"),
+    ("find_replacements", "if is_enough(config, checked, members | coming, doubts)", "if True"),
     ("_choose_going", "if is_enough(config, view.attempts, members - {*group}, doubts):", "if True:"),
     peers=4,
     steps=4,
@@ -892,7 +892,7 @@ bug(
 )
 bug(
     "at the floor an attempt is repeated with the same members",
-    ("find_replacements", "if is_enough(config, attempts, members, doubts):", "if True:"),
+    ("find_replacements", "if is_enough(config, checked, members | coming, doubts)", "if True"),
     peers=4,
     steps=4,
     attackers=("silent_report",),
@@ -1031,12 +1031,22 @@ unit_bug(
 unit_bug(
     "somebody is let in that does not show the state",
     f"{MEMBERSHIP}::test_a_run_that_waits_lets_in_who_shows_that_it_is_there",
-    ("find_replacements", "if member.key in present and", "if"),
+    ("find_replacements", "if member.key in present]", "]"),
 )
 unit_bug(
     "two take turns for nothing",
     f"{MEMBERSHIP}::test_two_that_take_turns_pay_for_it_with_rounds",
-    ("find_replacements", "and (member.since < view.step or round_ >= 2 * (counts.get(member.key, 1) - 1))", ""),
+    ("find_replacements", "if round_ >= 2 * (counts.get(member.key, 1) - 1)", ""),
+)
+unit_bug(
+    "nobody waits for witnesses",
+    f"{MEMBERSHIP}::test_witnesses_are_waited_for_and_then_given_up",
+    ("find_replacements", "for coming in chosen[:2] if patient", "for coming in chosen[:2]"),
+)
+unit_bug(
+    "an attempt that was given up is waited for all the same",
+    f"{MEMBERSHIP}::test_witnesses_are_waited_for_and_then_given_up",
+    ("is_enough", "record.given_up or ", ""),
 )
 unit_bug(
     "commits of dead attempts are forgotten",

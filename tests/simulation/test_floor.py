@@ -364,3 +364,26 @@ def test_one_that_comes_back_while_its_removal_is_settled_learns_of_it_at_once(a
     gone = swarm.world.now
     assert swarm.run(900.0, lambda: late in get_peer(swarm, other).view.roster)
     assert swarm.world.now - gone <= 10 * swarm.config.delta
+
+
+def test_attackers_that_were_members_while_few_were_do_not_halt_the_run_when_all_are_back() -> None:
+    """Of attempts at the floor fewer than ``2 b_t + 1`` are left without them, which are waited for, not for ever."""
+    start = 5
+    swarm = make_swarm(dict.fromkeys((6, 7), Mute(start=start)), founders=8, byzantine=2, steps=12)
+    checkers = watch(swarm)
+    other = swarm.keys[2]
+    assert swarm.run(900.0, lambda: get_peer(swarm, other).view.step >= 2)
+    for key in swarm.keys[:2]:
+        swarm.crash(key, 0.0)
+    assert swarm.run(900.0, lambda: not {*swarm.keys[:2]} & {*get_peer(swarm, other).view.roster})
+    for key in swarm.keys[:2]:
+        swarm.restart(key)
+    assert swarm.run(900.0, lambda: {*swarm.keys} == {*get_peer(swarm, other).view.roster})
+    view = get_peer(swarm, other).view
+    assert any(len(record.roster) == compute_floor(swarm.config, 2) for record in view.attempts), "and they are checked"
+    assert view.step <= start
+    swarm.run(2000.0, swarm.is_over)
+    checkers.finish()
+    assert checkers.violations == []
+    assert swarm.is_over()
+    assert {*list_views(swarm, 2)[-1].roster} == {*swarm.keys[:6]}

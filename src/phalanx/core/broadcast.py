@@ -49,6 +49,8 @@ from phalanx.core.transcript import Page, Transcript, Values, compute_values_roo
 
 _LONGEST_WAIT = 60
 """Deltas after which a slow path that found no way on tries again, whether or not anything has changed."""
+_PATIENT_ROUNDS = 2
+"""Rounds in which witnesses of attempts that are still checked are waited for: about :data:`_LONGEST_WAIT`."""
 
 
 def agree(peer: Peer, phase: Phase, body: AgreedBody, work: float = 0.0) -> Story:
@@ -690,10 +692,11 @@ def _resolve(exchange: _Exchange) -> Resolution | None:
 
     # Where the next view is being sealed, what it has decided is behind it: a ban may have lowered the floor.
     base = (epoch.sealing if epoch.heights.get(exchange.height) in SEALING else None) or view
+    patient = exchange.round >= _PATIENT_ROUNDS
 
     def choose(banned: frozenset[bytes], removed: frozenset[bytes], stands: bool) -> frozenset[bytes] | None:
         changes = Changes(banned, removed)
-        return find_replacements(peer.config, base, changes, exchange.seen.joins, stands, exchange.round)
+        return find_replacements(peer.config, base, changes, exchange.seen.joins, stands, exchange.round, patient)
 
     return resolve(
         exchange.height,
@@ -702,6 +705,7 @@ def _resolve(exchange: _Exchange) -> Resolution | None:
         exchange.seen,
         choose,
         get_successor(epoch, exchange.height),
+        patient,
     )
 
 

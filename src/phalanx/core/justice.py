@@ -73,6 +73,8 @@ LATE = "late too often"
 PAIR = "a pair that keeps naming each other"
 PUT_OFF = "should have gone when the roster was too small for it"
 _UNHEARD = "accused without evidence"
+_PATIENT_WAITS = 12
+"""WAITs, of some five deltas each, in which witnesses of attempts that are still checked are waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class Decision:
     """Of those who are removed: who kept naming each other."""
     coming: frozenset[bytes] = frozenset()
     """Suspended members that come in at once, for those that go."""
+    patient: bool = False
+    """Whether witnesses of earlier attempts were waited for long enough."""
     late: frozenset[bytes] = frozenset()
     """Members that were late to more others than can be Byzantine, or say so of more: a strike."""
     cut: set[bytes] = field(default_factory=set)
@@ -962,7 +966,7 @@ def find_served(transcript: Transcript) -> dict[bytes, bytes]:
 def make_retry(config: Config, transcript: Transcript, decision: Decision, height: int, previous: bytes) -> View:
     """The view of the next attempt at the same step."""
     view = _note_pace(note_progress(config, transcript, height), decision)
-    changes = replace(decision.get_changes(find_late(transcript)), coming=decision.coming)
+    changes = replace(decision.get_changes(find_late(transcript)), coming=decision.coming, patient=decision.patient)
     return retry_step(config, view, changes, height, previous, decision.acquitted)
 
 
@@ -1008,7 +1012,7 @@ def follow_resolution(
     if not resolution.out:
         return transcript.view
     previous = compute_digest("slow path", *(x for slot in resolution.slots for x in (slot.owner, slot.value or b"")))
-    changes = Changes(resolution.banned, resolution.removed, coming=resolution.coming)
+    changes = Changes(resolution.banned, resolution.removed, coming=resolution.coming, patient=resolution.patient)
     start = height + 3  # above everything that anybody has signed
     if concluded is not None:
         return retry_step(config, concluded, changes, start, previous)
@@ -1037,7 +1041,8 @@ def find_relief(config: Config, transcript: Transcript, decision: Decision) -> f
     """Who comes in for those whom the floor kept, once a WAIT is agreed; None if too few are back."""
     waits = sum(phase is Phase.WAIT for phase in transcript.heights.values())
     changes, back = decision.get_changes(), find_back(transcript)
-    return find_replacements(config, transcript.view, changes, back, False, waits)
+    decision.patient = waits >= _PATIENT_WAITS
+    return find_replacements(config, transcript.view, changes, back, False, waits, decision.patient)
 
 
 def is_changed(before: View, after: View) -> bool:

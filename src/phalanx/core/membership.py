@@ -120,6 +120,8 @@ class Committed(_Record, frozen=True):
     caught: tuple[Caught, ...] = ()
     bound: int = 0
     doubts: int = 0
+    given_up: bool = False
+    """Too few are left that took part, and others were waited for in vain: those who are left judge it."""
 
 
 class Suspect(_Record, frozen=True):
@@ -243,35 +245,45 @@ def is_enough(config: Config, attempts: Iterable[Committed], members: Collection
     if len(members) < compute_floor(config, doubts):
         return False
     here = set(members)
-    return all(
-        len(here.intersection(record.roster)) >= 2 * min(config.byzantine, record.doubts, doubts) + 1
-        for record in attempts
-    )
+    return all(record.given_up or _has_witnesses(config, record, here, doubts) for record in attempts)
+
+
+def _has_witnesses(config: Config, record: Committed, members: Collection[bytes], doubts: int) -> bool:
+    needed = 2 * min(config.byzantine, record.doubts, doubts) + 1
+    return sum(key in members for key in record.roster) >= needed
 
 
 def find_replacements(
-    config: Config, view: View, changes: Changes, present: Collection[bytes], stands: bool, round_: int
+    config: Config,
+    view: View,
+    changes: Changes,
+    present: Collection[bytes],
+    stands: bool,
+    round_: int,
+    patient: bool = False,
 ) -> frozenset[bytes] | None:
     """Which suspended members come in so that the others can go on without those that go; None if it is not enough.
 
     ``present`` have shown that they are there and hold the state. Where the roster is large enough nobody has to come.
     A member that was suspended in this very step, and not for the first time, is let in only in a later round: two
     attackers that take turns would pay nothing.
+    ``patient``: witnesses of attempts that are still checked were waited for in vain, and the floor is enough.
+    Attackers that were members while few others were could otherwise halt the run by their silence when all are back.
+    No verdict is ever passed by as few as may be Byzantine, so all that may be lost is a conviction.
     """
     members = {*view.roster} - changes.out
     record = Committed(view.step, view.attempt, view.roster, (), (), doubts=view.doubts)
     attempts = (*view.attempts, record) if stands else view.attempts
     doubts = max(0, view.doubts - len(changes.banned & {*view.roster}))
-    if is_enough(config, attempts, members, doubts):
-        return frozenset()
     counts = {record.key: record.count for record in view.absences}
-    coming = {
-        member.key
-        for member in view.suspended
-        if member.key in present and (member.since < view.step or round_ >= 2 * (counts.get(member.key, 1) - 1))
-    }
-    coming = {*sorted(coming)[: max(0, min(config.size, MAX_MEMBERS) - len(members))]}
-    return frozenset(coming) if is_enough(config, attempts, members | coming, doubts) else None
+    there = [member for member in view.suspended if member.key in present]
+    earlier = {member.key for member in there if member.since < view.step}
+    again = {member.key for member in there if round_ >= 2 * (counts.get(member.key, 1) - 1)}
+    room = max(0, min(config.size, MAX_MEMBERS) - len(members))
+    chosen = [frozenset(sorted(able)[:room]) for able in (set[bytes](), earlier, earlier | again)]
+    ways = [*((coming, attempts) for coming in chosen[:2]), *((coming, ()) for coming in chosen[:2] if patient)]
+    ways += [(chosen[2], () if patient else attempts)]
+    return next((coming for coming, checked in ways if is_enough(config, checked, members | coming, doubts)), None)
 
 
 def is_another_electorate(before: View, after: View) -> bool:
@@ -481,6 +493,8 @@ class Changes:
     again in each step."""
     coming: frozenset[bytes] = frozenset()
     """Suspended members that come in at once, so that a run that waits can go on."""
+    patient: bool = False
+    """Whether the run has waited so long for witnesses of its attempts that those who are left are enough."""
 
     @property
     def out(self) -> frozenset[bytes]:
@@ -504,6 +518,8 @@ def change_members(config: Config, view: View, changes: Changes, acquitted: Coll
     doubts = max(0, view.doubts - len(fresh))
     strikes = _count(view.strikes, changes.late, changes.banned)
     staying = tuple(key for key in view.roster if key not in changes.banned) + tuple(sorted(coming))
+    if changes.patient:
+        view = _give_up(config, view, {*staying} - changes.removed, doubts)
     going, owed = _choose_going(config, view, changes, staying, doubts, strikes)
     gone = {*going, *changes.banned}
     checked = [key for key in view.roster if key in (gone if config.tolerance is not None else changes.banned)]
@@ -528,6 +544,15 @@ def change_members(config: Config, view: View, changes: Changes, acquitted: Coll
         candidates=tuple(c for c in view.candidates if c.key not in gone),
         suspects=tuple(sorted(suspects)),
     )
+
+
+def _give_up(config: Config, view: View, members: Collection[bytes], doubts: int) -> View:
+    """The view in which nobody is waited for as a witness of attempts that too few of these members took part in."""
+    attempts = (
+        record if _has_witnesses(config, record, members, doubts) else msgspec.structs.replace(record, given_up=True)
+        for record in view.attempts
+    )
+    return msgspec.structs.replace(view, attempts=tuple(attempts))
 
 
 def _choose_going(

@@ -121,6 +121,8 @@ class Resolution:
     removed: frozenset[bytes]
     coming: frozenset[bytes]
     """Suspended members that come in, where too few would be left without them."""
+    patient: bool
+    """Whether witnesses of earlier attempts were waited for long enough."""
     root: bytes
     """Of the height before."""
     values: Values | None
@@ -147,6 +149,7 @@ def resolve(
     seen: Seen,
     choose: Choose,
     successor: bytes | None = None,
+    patient: bool = False,
 ) -> Resolution | None:
     """The one conclusion from what was seen; None if it allows none, and the members wait."""
     here, beyond = seen.here, seen.next
@@ -198,6 +201,7 @@ def resolve(
         frozenset(banned),
         removed,
         coming,
+        patient,
         root,
         values,
         closing,

@@ -7,6 +7,9 @@ from phalanx.core.membership import FORGIVEN, View
 from phalanx.simulation.checkers.base import Checker, Checkers, name
 from phalanx.simulation.swarm import Swarm
 
+_PATIENCE = 40
+"""Deltas for which witnesses of an attempt that is still checked are waited for at least."""
+
 
 def find_floor(config: Config, view: View) -> int:
     """The floor of docs/PROTOCOL.md, as an outsider computes it."""
@@ -22,10 +25,7 @@ def can_go_on(swarm: Swarm, view: View) -> bool:
     if len(members) <= max(quorum, len(view.roster) // 2):
         return False
     able = members | honest.intersection(member.key for member in view.suspended)
-    most = min(swarm.config.byzantine, view.doubts)
-    return len(able) >= find_floor(swarm.config, view) and all(
-        len(able.intersection(record.roster)) >= 2 * min(most, record.doubts) + 1 for record in view.attempts
-    )
+    return len(able) >= find_floor(swarm.config, view)
 
 
 class Floor(Checker):
@@ -33,14 +33,22 @@ class Floor(Checker):
 
     rule = "floor"
 
+    def __init__(self, all_of_them: Checkers) -> None:
+        super().__init__(all_of_them)
+        self.since: dict[bytes, float] = {}
+        """When the first peer entered a view."""
+
     def on_view(self, key: bytes, before: View | None, view: View) -> None:
         most, members = min(self.config.byzantine, view.doubts), {*view.roster}
+        now = self.swarm.world.now
+        self.since.setdefault(view.digest, now)
         honest = sum(self.swarm.is_honest(who) for who in members)
         if honest <= most:
             self.report(view.step, f"{honest} honest members go on, where {most} may be Byzantine")
         if before is None:
             return
         gone = {*before.roster} - members - {*view.banned}
+        waited = now - self.since.get(before.digest, now)
         if gone and len(members) < find_floor(self.config, view):
             names = ", ".join(map(name, sorted(gone)))
             self.report(
@@ -49,7 +57,7 @@ class Floor(Checker):
         came = members - {*before.roster}
         if came and len(members) < find_floor(self.config, view) and view.doubts > before.doubts:
             self.report(view.step, f"{len(came)} came, and {len(members)} members are fewer than the floor")
-        for record in before.attempts if gone else ():
+        for record in before.attempts if gone and waited < _PATIENCE * self.config.delta else ():
             there, needed = len(members.intersection(record.roster)), 2 * min(most, record.doubts) + 1
             if there < needed <= len({*before.roster}.intersection(record.roster) - {*view.banned}):
                 self.report(view.step, f"{there} members are left to judge step {record.step}, fewer than {needed}")
