@@ -1,4 +1,4 @@
-"""One of several real processes uses every deadline: it is told so with the numbers, and the others go on without it."""
+"""One of several real processes uses every deadline: it is told so with numbers, and the others go on without it."""
 
 from __future__ import annotations
 
