@@ -829,8 +829,9 @@ def find_complaints(config: Config, transcript: Transcript) -> tuple[list[Compla
     did not hold. Parts that are missing are paid for in time (:func:`_decide_pace`).
     """
     view = transcript.view
-    unshown = (pair for pair in find_unshown(config, transcript) if pair[1] in view.roster)
-    found = [Complaint(view.step, *pair) for pair in unshown]
+    unshown = find_unshown(config, transcript).items()
+    here = (pair for pair, x in unshown if x.key in view.roster and not _has_been_out(view, x))
+    found = [Complaint(view.step, *pair) for pair in here]
     late = _find_quarrellers(view, found)
     if len(late) > view.bound:
         return [], frozenset()
