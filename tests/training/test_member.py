@@ -62,7 +62,7 @@ def run_without(crashed: tuple[int, ...], back: tuple[int, ...], founders: int =
     ("crashed", "back", "settings", "silent", "allowed"),
     [
         ((1,), (1,), {"founders": 2}, [1], 0),
-        ((2, 3), (2,), {"founders": 5, "byzantine": 1}, [2], 0),  # the other was suspended before it
+        ((2, 3), (2,), {"founders": 5, "byzantine": 1}, [2, 3], 1),
         ((2, 3), (3,), {}, [2, 3], 1),
     ],
     ids=["nobody may be out", "one may be out", "no quorum is left"],

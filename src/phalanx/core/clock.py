@@ -139,7 +139,10 @@ def _find_arrivals(peer: Peer) -> dict[int, float]:
 
 
 def _find_allowed(peer: Peer, page: Page) -> dict[int, float]:
-    """From when on after REVEAL a checker's report is late: it takes twice as long for each gradient as most."""
+    """From when on after REVEAL a checker's report is late: it takes twice as long for each gradient as most.
+
+    In tolerant mode it needs bytes as well, and whoever is checked may send them as late as it can.
+    """
     view, clock, config = peer.view, peer.clock, peer.config
     load = Counter(check.checker for check in peer.duties.checks)
     begin = clock.begun if clock.begun is not None else clock.committed
@@ -153,6 +156,7 @@ def _find_allowed(peer: Peer, page: Page) -> dict[int, float]:
         due = begin + 2 * gradients * clock.usual
         body = page.letters[key].body if key in page.letters else None
         lacking = isinstance(body, m.Report) and any(x.verdict is Verdict.NOT_RECEIVED for x in body.findings)
-        due += checks * (find_fetch_time(config) + 2 * config.delta) if lacking else 0.0
+        waits = lacking or config.tolerance is not None
+        due += checks * (find_fetch_time(config) + 2 * config.delta) if waits else 0.0
         allowed[view.roster.index(key)] = max(0.0, due - peer.entered)
     return allowed
