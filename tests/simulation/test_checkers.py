@@ -15,7 +15,17 @@ from phalanx.core.crypto import Domain, compute_digest
 from phalanx.core.envelope import seal
 from phalanx.core.events import AttemptStarted, Banned, Diverged, Removed, StepFinished, Synced
 from phalanx.core.justice import find_offenders
-from phalanx.core.membership import Candidate, Caught, Committed, Count, Suspect, View, compute_duties, find_last
+from phalanx.core.membership import (
+    Candidate,
+    Caught,
+    Committed,
+    Count,
+    Suspect,
+    Suspension,
+    View,
+    compute_duties,
+    find_last,
+)
 from phalanx.core.messages import Phase, Rule, Verdict
 from phalanx.core.peer import compute_case_digest
 from phalanx.core.transcript import Transcript, compute_values_root
@@ -191,6 +201,51 @@ def test_exile_catches_a_pardon(watched: Checkers) -> None:
     assert "banned for ever" not in rules(watched)
     note(watched, StepFinished(view.step - 1, next_view(watched, banned=())))
     assert "banned for ever" in rules(watched)
+
+
+def see(checkers: Checkers, view: View) -> None:
+    note(checkers, StepFinished(view.step - 1, view))
+
+
+def test_floor_catches_a_roster_that_is_too_small(watched: Checkers) -> None:
+    view = change(watched.latest)
+    assert len(view.roster) == 5  # and the floor is 4
+    see(watched, next_view(watched, roster=view.roster[:4]))
+    assert "floor" not in rules(watched)
+    small = change(watched.latest, attempt=view.attempt + 51, roster=view.roster[:3])
+    see(watched, small)
+    assert "floor" in rules(watched)
+    assert any("below 4" in violation.text for violation in watched.violations)
+
+
+def test_floor_catches_attackers_that_are_as_many_as_may_be() -> None:
+    watched = make_watched(founders=5)
+    attacker = watched.swarm.keys[4]
+    few = (watched.swarm.keys[0], attacker)
+    see(watched, next_view(watched, roster=few))
+    assert any("honest members go on" in violation.text for violation in watched.violations)
+
+
+def test_floor_catches_a_step_that_too_few_are_left_to_judge(watched: Checkers) -> None:
+    """Unless they were waited for."""
+    view = change(watched.latest)
+    thin = tuple(msgspec.structs.replace(record, roster=record.roster[1:4]) for record in view.attempts)
+    see(watched, next_view(watched, attempts=thin))
+    before = len(watched.violations)
+    gone = change(watched.latest, attempt=view.attempt + 51, roster=(view.roster[0], *view.roster[2:]))
+    see(watched, gone)
+    assert any("left to judge" in violation.text for violation in watched.violations[before:])
+
+
+@pytest.mark.parametrize("steps", [50, 51])
+def test_returns_catches_one_that_is_there_and_is_not_let_in(watched: Checkers, steps: int) -> None:
+    view = change(watched.latest)
+    out, roster = view.roster[1], (view.roster[0], *view.roster[2:])
+    for step in (view.step, view.step + steps):
+        later = change(view, step=step, attempt=view.attempt + 50, roster=roster)
+        later = change(later, suspended=(Suspension(out, view.step, view.step),))
+        see(watched, later)
+    assert ("coming back" in rules(watched)) is (steps > 50)
 
 
 def test_probation_catches_a_member_that_is_on_probation(watched: Checkers) -> None:

@@ -141,12 +141,6 @@ class KeepsParts(Attack):
         return ((to, message),)
 
 
-def is_blind(swarm: Swarm, key: bytes) -> bool:
-    """Whether a member has said that it lost the rows of its part."""
-    bodies = [decode_body(message.body) for message in swarm.world.get_disk(key).journal.values()]
-    return any(isinstance(body, m.Confirm) and body.blind for body in bodies)
-
-
 def test_members_that_cannot_check_their_parts_cause_no_storm_of_messages() -> None:
     sent: Counter[int] = Counter()  # in each second, which is delta
 
