@@ -145,7 +145,7 @@ class Decision:
         return bool(self.failed or self.banned or self.removed)
 
     def get_changes(self, late: frozenset[bytes] = frozenset()) -> Changes:
-        leaving = frozenset(key for key, reason in self.removed.items() if reason == LEFT or key in self.slow)
+        leaving = frozenset(key for key, reason in self.removed.items() if reason == LEFT)
         return Changes(
             frozenset(self.banned), frozenset(self.removed), late | self.late, frozenset(self.pairs), leaving
         )
@@ -887,14 +887,16 @@ def _decide_pace(config: Config, transcript: Transcript, decision: Decision) -> 
     apart = {make_pair(place[rift.one], place[rift.other]) for rift in view.rifts}
     found = judge(reading, view.bound, pace, apart, _find_claims(transcript))
     charges = {roster[i]: charge for i, charge in found.charges.items()}
-    debts = settle_debts({x.key: x.count for x in view.debts}, charges, find_leak(pace))
+    leak = find_leak(pace)
+    debts = settle_debts({x.key: x.count for x in view.debts}, charges, leak)
     limit = find_limit(config.delta, config.transfer_time, pace)
     gone = {*decision.banned, *decision.removed}
     counts = {record.key: record.count for record in view.absences}
-    for key in find_debtors(debts, [key for key in roster if key not in gone], limit, view.bound):
+    growing = [key for key in roster if charges.get(key, 0) > leak and key not in gone]  # else it makes up for it
+    for key in find_debtors(debts, growing, limit, view.bound):
         debt = debts[key]
-        debts[key] = limit_stay(debt, charges.get(key, 0), limit, find_leak(pace), counts.get(key, 0) + 1)
-        decision.remove(key, tell_debt(charges.get(key, 0), debt, limit))
+        debts[key] = limit_stay(debt, charges[key], limit, leak, counts.get(key, 0) + 1)
+        decision.remove(key, tell_debt(charges[key], debt, limit))
         decision.slow.add(key)
     gone = {*decision.banned, *decision.removed}
     old = [rift for rift in view.rifts if rift.step > view.step - RIFT_STEPS]

@@ -489,8 +489,7 @@ class Changes:
     pairs: frozenset[tuple[bytes, bytes]] = frozenset()
     """Of those to be suspended: who goes with whom, or not at all."""
     leaving: frozenset[bytes] = frozenset()
-    """Of those to be suspended: who asked for it, or owes too much time. If the floor forbids it now, this is said
-    again in each step."""
+    """Of those to be suspended: who asked for it. If the floor forbids it now, it asks again."""
     coming: frozenset[bytes] = frozenset()
     """Suspended members that come in at once, so that a run that waits can go on."""
     patient: bool = False
