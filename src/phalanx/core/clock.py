@@ -139,15 +139,13 @@ def _find_arrivals(peer: Peer) -> dict[int, float]:
 
 
 def _find_allowed(peer: Peer, page: Page) -> dict[int, float]:
-    """From when on after REVEAL a checker's report is late: it takes twice as long for each gradient as most.
-
-    In tolerant mode it needs bytes as well, and whoever is checked may send them as late as it can.
-    """
+    """From when on after REVEAL a checker's report is late: it takes twice as long for each gradient as most."""
     view, clock, config = peer.view, peer.clock, peer.config
     load = Counter(check.checker for check in peer.duties.checks)
     begin = clock.begun if clock.begun is not None else clock.committed
     # Where members came or went, machines had begun with what they would otherwise have had to do.
     changed = not view.attempts or view.attempts[-1].roster != view.roster
+    trials = Counter(check.checker for check in peer.duties.checks if check.step == view.step - 1)
     allowed: dict[int, float] = {}
     for key, checks in load.items():
         if key not in view.roster:
@@ -156,7 +154,7 @@ def _find_allowed(peer: Peer, page: Page) -> dict[int, float]:
         due = begin + 2 * gradients * clock.usual
         body = page.letters[key].body if key in page.letters else None
         lacking = isinstance(body, m.Report) and any(x.verdict is Verdict.NOT_RECEIVED for x in body.findings)
-        waits = lacking or config.tolerance is not None
-        due += checks * (find_fetch_time(config) + 2 * config.delta) if waits else 0.0
-        allowed[view.roster.index(key)] = max(0.0, due - peer.entered)
+        # What it has to fetch others may keep from it for a while.
+        fetching = checks * find_fetch_time(config) + 2 * config.delta * (checks if lacking else trials[key])
+        allowed[view.roster.index(key)] = max(0.0, due - peer.entered) + fetching
     return allowed
