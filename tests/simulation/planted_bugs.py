@@ -404,8 +404,8 @@ bug(
         "len(late) > view.bound",
     ),
     ("_gather_timeouts", " and misses(x, missed)]", "]"),
-    peers=5,
-    steps=11,
+    peers=4,
+    steps=25,
     attackers=(f"{HERE}:LateButOne",),
     latency=(0.5, 0.55),
 )

@@ -287,11 +287,12 @@ def test_the_grid_has_every_kind_of_run(experiment: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("b", [0, 1])
-def test_who_stood_still_blames_nobody_for_it(b: int) -> None:
+@pytest.mark.parametrize("kind", Kind)
+def test_who_stood_still_or_was_cut_off_blames_nobody_for_it(b: int, kind: Kind) -> None:
     """Its deadlines have passed when it wakes, and what was sent to it meanwhile is under way."""
     swarm = make_swarm(6, b, steps=20, seed=5)
     sleeper = swarm.keys[0]
-    front = Stalls(rate=0.5, lengths=(5, 7), when=(Phase.REVEAL,), kinds=(Kind.PAUSE,), most=1, peers=(sleeper,))
+    front = Stalls(rate=0.5, lengths=(5, 7), when=(Phase.REVEAL,), kinds=(kind,), most=1, peers=(sleeper,))
     weather = Weather(swarm, front, clears=12)
     run(swarm)
     assert swarm.is_over()

@@ -659,6 +659,7 @@ def _take_whole(exchange: _Exchange, shown: tuple[Signed, ...]) -> None:
     for letter in (exchange.find_whole() or {}).values():
         peer.take(letter.message)
     peer.finals[height] = shown
+    exchange.epoch.filled.add(height)
     _note_late(peer, height)
 
 
@@ -925,9 +926,12 @@ def _share_final(exchange: _Exchange, final: list[Letter], settled: m.Outcome) -
 
 
 def _note_late(peer: Peer, height: int) -> None:
-    """Those that I missed in time and that came all the same: if others say so too, a strike."""
+    """Those that I missed in time and that came all the same: if others say so too, a strike.
+
+    If I missed half of them or more, it was my line.
+    """
     said = peer.timeouts.get((height, 0), {}).get(peer.key)
-    if said is not None and isinstance(said.body, m.Timeout):
+    if said is not None and isinstance(said.body, m.Timeout) and 2 * len(said.body.missing) < len(peer.view.roster):
         peer.late |= {key for key in said.body.missing if key in peer.page(height).letters}
 
 

@@ -1,6 +1,6 @@
 """What a peer measures of the others' time, for its next CONFIRM (``pace.py`` says what follows from it).
 
-A height that went through a slow path is not measured: that is paid for by a strike or an absence. :attr:`Peer.time`
+A height whose slow path went to its end is not measured: that is paid for by a strike or an absence. :attr:`Peer.time`
 stands still there.
 """
 
@@ -30,7 +30,7 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
     clock, view = peer.clock, peer.view
     if phase is Phase.COMMIT:  # the next gradient began with the last REVEAL
         clock.begun, clock.revealed = clock.revealed, None
-    if phase is Phase.WAIT or not peer.transcript.settled.isdisjoint((height, height - 1)):
+    if phase is Phase.WAIT or not peer.transcript.is_measured(height, height - 1):
         return  # a wait at the floor is no pace
     begins = _find_begins(peer) if phase is Phase.COMMIT else {}
     offsets = {
@@ -62,7 +62,7 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
 def note_parts(peer: Peer, opened: Iterable[tuple[int, int]], since: float) -> None:
     """Add how late the parts were that I got: mine, those that I pass on, and since a later time those opened."""
     view, step = peer.view, (peer.view.step, peer.view.attempt)
-    if not peer.transcript.settled.isdisjoint((view.height, view.height + 1, peer.level)):
+    if not peer.transcript.is_measured(view.height, view.height + 1, peer.level):
         return
     owed = [(key, peer.index, peer.clock.committed) for key in peer.duties.contributors]
     owed += [
@@ -82,7 +82,7 @@ def note_parts(peer: Peer, opened: Iterable[tuple[int, int]], since: float) -> N
 def note_aggregates(peer: Peer, since: float) -> None:
     """Add how late the aggregates were."""
     view = peer.view
-    if not peer.transcript.settled.isdisjoint((peer.level, peer.level - 1)):
+    if not peer.transcript.is_measured(peer.level, peer.level - 1):
         return
     came = {
         part: peer.aggregate_times.get((view.step, view.attempt, part), peer.time)

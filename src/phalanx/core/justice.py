@@ -941,10 +941,14 @@ def note_progress(config: Config, transcript: Transcript, until: int) -> View:
 
 
 def find_late(transcript: Transcript) -> frozenset[bytes]:
-    """Who was late in a slow path: more than ``bound`` members, so an honest one, say in CONFIRM that it was so."""
+    """Who was late in a slow path: more than ``bound`` members, so an honest one, say in CONFIRM that it was so.
+
+    Two at least, where there are others: one that was cut off would say it of everybody.
+    """
     confirms = transcript.phases.get(Phase.CONFIRM, {}).values()
     said = Counter(key for x in confirms if isinstance(x.body, m.Confirm) for key in x.body.late)
-    return frozenset(key for key, count in said.items() if count > transcript.view.bound)
+    least = min(max(2, transcript.view.bound + 1), len(transcript.view.roster) - 1)
+    return frozenset(key for key, count in said.items() if count >= least)
 
 
 def find_served(transcript: Transcript) -> dict[bytes, bytes]:
