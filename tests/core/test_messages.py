@@ -726,7 +726,7 @@ MISUSES: dict[str, Callable[[], Any]] = {
     "slots: not increasing": lambda: m.Settlement((m.SlotOutcome(1, ONE, None, False),) * 2, (), True),
     "out: not increasing": lambda: m.Settlement((), (TWO, ONE), True),
     "charged: more than are accused": lambda: m.Confirm(ONE, (), (), (), False, False, (ONE,), m.NOTHING),
-    "late: zeros": lambda: m.Timing(1, 1, 1, (0, 0), ()),
+    "late: zeros": lambda: m.Timing(1, 1, 1, (0, 0), (), ()),
     "late: not increasing": lambda: m.Confirm(ONE, (), (), (TWO, ONE), False, False, (), m.NOTHING),
     "beyond the part": lambda: m.PartChunk(0, 0, ONE, 0, (), 1, 1, b"x"),
     "beyond the aggregate": lambda: m.AggregateChunk(0, 0, 0, 1, 1, b"x"),
@@ -1208,7 +1208,7 @@ BODY = st.one_of(
         leaving=st.booleans(),
         blind=st.booleans(),
         charged=st.just(()),
-        timing=st.builds(m.Timing, *(st.integers(0, 2**32 - 1),) * 3, LAGS, LAGS),
+        timing=st.builds(m.Timing, *(st.integers(0, 2**32 - 1),) * 3, LAGS, LAGS, LAGS),
     ),
     increasing(KEY).flatmap(
         lambda cases: some(

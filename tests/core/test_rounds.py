@@ -145,7 +145,7 @@ def test_a_gradient_charge_that_was_not_declared_suspends_its_accuser() -> None:
 
 def time_all(late: Mapping[int, int], step: int = 1000) -> m.Timing:
     lags = tuple(late.get(place, 0) for place in range(len(KEYS)))
-    return m.Timing(step, 0, 50, lags if any(lags) else (), ())
+    return m.Timing(step, 0, 50, lags if any(lags) else (), (), ())
 
 
 def test_who_cost_more_than_the_limit_is_suspended_with_the_numbers() -> None:
@@ -201,5 +201,5 @@ def test_a_debtor_is_back_when_it_owes_no_more_than_the_limit(debt: int, back: b
 
 
 def test_a_timing_of_another_roster_is_malformed() -> None:
-    transcript = make_transcript(timings={3: m.Timing(1, 0, 0, (1, 2), ())})
+    transcript = make_transcript(timings={3: m.Timing(1, 0, 0, (1, 2), (), ())})
     assert find_offenders(CONFIG, transcript, Phase.CONFIRM).banned.keys() == {KEYS[3]}

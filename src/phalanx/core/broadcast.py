@@ -926,13 +926,17 @@ def _share_final(exchange: _Exchange, final: list[Letter], settled: m.Outcome) -
 
 
 def _note_late(peer: Peer, height: int) -> None:
-    """Those that I missed in time and that came all the same: if others say so too, a strike.
+    """Those that were missed in time and that came all the same: by me, or by more members than may lie.
 
-    If I missed half of them or more, it was my line.
+    If others say so too, that is a strike. If I missed half of them or more, it was my line.
     """
-    said = peer.timeouts.get((height, 0), {}).get(peer.key)
-    if said is not None and isinstance(said.body, m.Timeout) and 2 * len(said.body.missing) < len(peer.view.roster):
-        peer.late |= {key for key in said.body.missing if key in peer.page(height).letters}
+    timeouts, members, letters = peer.timeouts.get((height, 0), {}), peer.view.roster, peer.page(height).letters
+    bodies = {who: x.body for who, x in timeouts.items() if who in members and isinstance(x.body, m.Timeout)}
+    mine = bodies[peer.key].missing if peer.key in bodies else ()
+    named = Counter(key for who, body in bodies.items() for key in body.missing if key != who)
+    late = {key for key, count in named.items() if count > max(1, peer.view.bound)}
+    late |= {*mine} if 2 * len(mine) < len(members) else set()
+    peer.late |= {key for key in late if key in letters}
 
 
 def _take_slots(peer: Peer, exchange: _Exchange, settled: m.Outcome) -> Story:

@@ -31,7 +31,8 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
     if phase is Phase.COMMIT:  # the next gradient began with the last REVEAL
         clock.begun, clock.revealed = clock.revealed, None
     if phase is Phase.WAIT or not peer.transcript.is_measured(height, height - 1):
-        return  # a wait at the floor is no pace
+        clock.watch.partial = True  # a wait at the floor is no pace
+        return
     begins = _find_begins(peer) if phase is Phase.COMMIT else {}
     offsets = {
         place: max(0.0, page.times[key] - begins.get(key, peer.entered))
@@ -48,7 +49,12 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
         clock.arriving = frozenset()
     else:
         allowed = _find_allowed(peer, page) if phase is Phase.REPORT else {}
-    lags = _measure(peer, offsets, allowed, slack)
+    reference = None
+    if phase is Phase.COMMIT:  # those who have a gradient to compute, and I if I have
+        mine = {peer.index: max(0.0, page.times[peer.key] - begins.get(peer.key, peer.entered))}
+        places = [view.roster.index(key) for key in peer.duties.contributors]
+        reference = [(offsets | mine)[place] for place in places if place in offsets | mine]
+    lags = _measure(peer, offsets, allowed, slack, reference)
     clock.watch.add(view.roster, lags, again=phase in _AGAIN)
     if phase is Phase.REVEAL and offsets:
         clock.watch.hop = min(round(1000 * median_low(offsets.values())), round(1000 * peer.config.delta))
@@ -64,19 +70,23 @@ def note_parts(peer: Peer, opened: Iterable[tuple[int, int]], since: float) -> N
     view, step = peer.view, (peer.view.step, peer.view.attempt)
     if not peer.transcript.is_measured(view.height, view.height + 1, peer.level):
         return
-    owed = [(key, peer.index, peer.clock.committed) for key in peer.duties.contributors]
-    owed += [
-        (key, view.roster.index(other), peer.clock.committed)
-        for key, other in peer.relayed
-        if key in peer.duties.contributors
-    ]
+    begin = peer.clock.committed
+    owed = [(key, peer.index, begin) for key in peer.duties.contributors]
     owed += [(view.roster[owner], part, since) for owner, part in opened]
-    offsets: dict[int, float] = {}
-    for owner, part, begin in owed:
-        if owner != peer.key:
-            came, place = peer.part_times.get((*step, owner, part), peer.time), view.roster.index(owner)
-            offsets[place] = max(offsets.get(place, 0.0), came - begin)
-    peer.clock.watch.add_inputs(view.roster, _measure(peer, offsets))
+    passed = [(x, view.roster.index(other), begin) for x, other in peer.relayed if x in peer.duties.contributors]
+
+    def find_offsets(parts: Iterable[tuple[bytes, int, float]]) -> dict[int, float]:
+        offsets: dict[int, float] = {}
+        for owner, part, start in parts:
+            if owner != peer.key:
+                place, here = (*step, owner, part), view.roster.index(owner)
+                came = peer.part_times.get(place, peer.time) if peer.has_part(place) else peer.time
+                offsets[here] = max(offsets.get(here, 0.0), came - start)
+        return offsets
+
+    mine, lags = _measure(peer, find_offsets(owed)), _measure(peer, find_offsets([*owed, *passed]))
+    # What I only pass on does not keep me.
+    peer.clock.watch.add_inputs(view.roster, Lags(lags.most, lags.late, mine.waits), parts=True)
 
 
 def note_aggregates(peer: Peer, since: float) -> None:
@@ -105,11 +115,16 @@ def _find_vote_slack(config: Config) -> float:
 
 
 def _measure(
-    peer: Peer, offsets: Mapping[int, float], allowed: Mapping[int, float] | None = None, slack: float = 0.0
+    peer: Peer,
+    offsets: Mapping[int, float],
+    allowed: Mapping[int, float] | None = None,
+    slack: float = 0.0,
+    reference: Iterable[float] | None = None,
 ) -> Lags:
     whole = {place: round(1000 * offset) for place, offset in offsets.items()}
     hop = peer.clock.watch.hop + round(1000 * slack)
-    return measure(whole, peer.view.bound, hop, {key: round(1000 * x) for key, x in (allowed or {}).items()})
+    others = [round(1000 * offset) for offset in reference] if reference is not None else None
+    return measure(whole, peer.view.bound, hop, {key: round(1000 * x) for key, x in (allowed or {}).items()}, others)
 
 
 def _find_begins(peer: Peer) -> dict[bytes, float]:
@@ -142,7 +157,8 @@ def _find_allowed(peer: Peer, page: Page) -> dict[int, float]:
     """From when on after REVEAL a checker's report is late: it takes twice as long for each gradient as most."""
     view, clock, config = peer.view, peer.clock, peer.config
     load = Counter(check.checker for check in peer.duties.checks)
-    begin = clock.begun if clock.begun is not None else clock.committed
+    retry = any(record.step == view.step for record in view.attempts)
+    begin = clock.begun if clock.begun is not None and not retry else clock.committed
     # Where members came or went, machines had begun with what they would otherwise have had to do.
     changed = not view.attempts or view.attempts[-1].roster != view.roster
     trials = Counter(check.checker for check in peer.duties.checks if check.step == view.step - 1)

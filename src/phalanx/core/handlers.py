@@ -54,21 +54,28 @@ def _may_send_bytes(peer: Peer, sender: bytes, kind: type) -> bool:
 
 def _on_part(peer: Peer, sender: bytes, message: m.PartChunk) -> Iterable[Effect]:
     is_news = peer.store_part(sender, message)
-    place = (message.step, message.attempt, message.owner, message.part)
-    if is_news and sender == message.owner in peer.bypass and place[:2] == (peer.view.step, peer.view.attempt):
-        to = peer.view.roster[message.part]
-        if to in peer.bypass[sender]:
-            return send_part(peer, (to,), place, peer.parts[place][0])
-    return ()
+    return pass_on(peer) if is_news and sender == message.owner in peer.bypass else ()
 
 
 def _on_aggregate(peer: Peer, sender: bytes, message: m.AggregateChunk) -> Iterable[Effect]:
     is_news = peer.store_aggregate(sender, message)
-    place = (message.step, message.attempt, message.part)
-    here = is_news and place[:2] == (peer.view.step, peer.view.attempt)
-    if here and sender == peer.view.roster[message.part] and sender in peer.bypass:
-        return send_aggregate(tuple(peer.bypass[sender]), *place, peer.aggregates[place])
-    return ()
+    return pass_on(peer) if is_news and sender in peer.bypass else ()
+
+
+def pass_on(peer: Peer) -> Story:
+    """Send what is between two members that have a rift, once, if it is what its owner has committed to."""
+    view = peer.view
+    for key, other in peer.relayed:
+        step, part = (view.step, view.attempt), view.roster.index(key)
+        mine = (*step, key, view.roster.index(other))
+        if mine not in peer.passed and mine in peer.parts:
+            data = peer.get_part(mine)
+            if data is not None:
+                peer.passed.add(mine)
+                yield from send_part(peer, (other,), mine, data)
+        if (*step, part, other) not in peer.passed and peer.has_aggregate(peer.transcript, part):
+            peer.passed.add((*step, part, other))
+            yield from send_aggregate((other,), *step, part, peer.aggregates[*step, part])
 
 
 def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:

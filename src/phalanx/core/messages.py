@@ -198,7 +198,7 @@ class Report(_Said, frozen=True):
 class Timing(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a member measured since its last CONFIRM, by places in the roster (``core/pace.py``).
 
-    Nothing at all: two empty tuples.
+    Nothing at all: three empty tuples.
     """
 
     step: Milliseconds
@@ -209,17 +209,19 @@ class Timing(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one message takes: the median of REVEAL."""
     late: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
     waits: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
+    parts: Annotated[tuple[Milliseconds, ...], Meta(max_length=MAX_MEMBERS)]
+    """How much of ``late`` parts were, which nobody has to wait for others with."""
 
     def __post_init__(self) -> None:
-        for name, numbers in (("late", self.late), ("waits", self.waits)):
+        for name, numbers in (("late", self.late), ("waits", self.waits), ("parts", self.parts)):
             _require(not numbers or any(numbers), f"{name}: zeros, where nothing is written as nothing")
 
     def fits(self, members: int) -> bool:
         """Whether this can be said of a roster of so many."""
-        return all(len(numbers) in (0, members) for numbers in (self.late, self.waits))
+        return all(len(numbers) in (0, members) for numbers in (self.late, self.waits, self.parts))
 
 
-NOTHING = Timing(0, 0, 0, (), ())
+NOTHING = Timing(0, 0, 0, (), (), ())
 
 
 class Confirm(_Said, frozen=True):

@@ -58,7 +58,7 @@ SHARE = 10
 _MOST_EXCUSED = 4
 """Steps' worth of waiting for others that a member may name as its excuse in one step."""
 _GROWTH = (5, 4)
-"""The agreed step grows by this factor in one step, no faster: or one long step would make the next one cheap."""
+"""The agreed step grows or falls by this factor in one step, no faster: or one step would make the next one cheap."""
 LONGEST_STAY = 40
 """Steps that a member stays away at most if each step of its own cost no more than the limit."""
 RIFT_STEPS = 100
@@ -81,13 +81,20 @@ class Lags:
     waits: Mapping[int, int]
 
 
-def measure(offsets: Mapping[int, int], bound: int, hop: int, allowed: Mapping[int, int] | None = None) -> Lags:
+def measure(
+    offsets: Mapping[int, int],
+    bound: int,
+    hop: int,
+    allowed: Mapping[int, int] | None = None,
+    reference: Collection[int] | None = None,
+) -> Lags:
     """The lags of the others' inputs, from their ``offsets`` in milliseconds by place in the roster.
 
     ``hop`` is what one message takes. ``allowed`` says from when on an input is late if that is later than for others:
-    of a member that has work to do which others have not.
+    of a member that has work to do which others have not. ``reference``: what they are measured against, if not against
+    each other: where some have nothing to compute, those who have.
     """
-    arrived = sorted(offsets.values())
+    arrived = sorted(offsets.values() if reference is None else reference)
     place = len(arrived) - bound - 1
     if place < 0:  # whoever is slow, nobody honest is known to be faster
         return Lags(0, {}, {})
@@ -122,8 +129,11 @@ class Stopwatch:
     step: int = 0
     rounds: int = 0
     hop: int = 0
+    partial: bool = False
+    """Whether some height was not measured: then nobody knows how long the step would have taken."""
     late: dict[bytes, int] = field(default_factory=dict)
     waits: dict[bytes, int] = field(default_factory=dict)
+    parts: dict[bytes, int] = field(default_factory=dict)
     _since: tuple[dict[bytes, int], dict[bytes, int]] = field(default_factory=lambda: ({}, {}))
     """What of these agreed messages have added since the last parts or aggregates."""
 
@@ -140,18 +150,23 @@ class Stopwatch:
         """From now on parts, or aggregates, are under way as well."""
         self._since = ({}, {})
 
-    def add_inputs(self, roster: Sequence[bytes], lags: Lags) -> None:
+    def add_inputs(self, roster: Sequence[bytes], lags: Lags, *, parts: bool = False) -> None:
         """Take the lags of what was under way since :meth:`begin`, as far as messages were not as late meanwhile."""
         for total, since, numbers in zip((self.late, self.waits), self._since, (lags.late, lags.waits), strict=True):
             for place, lag in numbers.items():
-                more = max(0, lag - since.get(roster[place], 0))
-                total[roster[place]] = total.get(roster[place], 0) + more
+                key = roster[place]
+                more = max(0, lag - since.get(key, 0))
+                total[key] = total.get(key, 0) + more
+                if parts and total is self.late:
+                    self.parts[key] = self.parts.get(key, 0) + more
 
     def read(self, roster: Sequence[bytes]) -> Timing:
         """What to say in CONFIRM."""
-        late, waits = (tuple(min(_MOST, x.get(key, 0)) for key in roster) for x in (self.late, self.waits))
-        said = (late if any(late) else (), waits if any(waits) else ())
-        return Timing(min(_MOST, self.step), min(_MOST, self.rounds), min(_MOST, self.hop), *said)
+        tables = (self.late, self.waits, self.parts)
+        numbers = (tuple(min(_MOST, table.get(key, 0)) for key in roster) for table in tables)
+        said = (x if any(x) else () for x in numbers)
+        step = 0 if self.partial else min(_MOST, self.step)
+        return Timing(step, min(_MOST, self.rounds), min(_MOST, self.hop), *said)
 
 
 # ---- What all agree on
@@ -170,6 +185,8 @@ class Reading:
     """What the member cost everybody."""
     waits: tuple[tuple[int, ...], ...]
     """By whom, for whom: claims of one member each."""
+    parts: tuple[int, ...]
+    """How much of what is vouched for parts were."""
 
 
 def read_timings(timings: Sequence[Timing], bound: int) -> Reading:
@@ -177,16 +194,18 @@ def read_timings(timings: Sequence[Timing], bound: int) -> Reading:
     count = len(timings)
     late = [x.late or (0,) * count for x in timings]
     waits = tuple(x.waits or (0,) * count for x in timings)
-    vouched, common = [], []
+    parts = [x.parts or (0,) * count for x in timings]
+    vouched, common, held = [], [], []
     for key in range(count):
         others = [place for place in range(count) if place != key]
         vouched.append(_get(sorted((late[place][key] for place in others), reverse=True), bound))
         common.append(_get(sorted(waits[place][key] for place in others), bound))
+        held.append(_get(sorted((parts[place][key] for place in others), reverse=True), bound))
     middle = (count - 1) // 2
-    step, rounds, hop = (
-        sorted(said)[middle] for said in zip(*((x.step, x.rounds, x.hop) for x in timings), strict=True)
-    )
-    return Reading(step, rounds, hop, tuple(vouched), tuple(common), waits)
+    rounds, hop = (sorted(said)[middle] for said in zip(*((x.rounds, x.hop) for x in timings), strict=True))
+    steps = sorted(x.step for x in timings if x.step)
+    step = steps[(len(steps) - 1) // 2] if 2 * len(steps) > count else 0
+    return Reading(step, rounds, hop, tuple(vouched), tuple(common), waits, tuple(held))
 
 
 def _get(ordered: Sequence[int], place: int) -> int:
@@ -194,9 +213,14 @@ def _get(ordered: Sequence[int], place: int) -> int:
 
 
 def move_pace(pace: int, step: int) -> int:
-    """The agreed step of the view that follows: down at once, up slowly."""
-    grown = pace * _GROWTH[0] // _GROWTH[1] + 1
-    return min(step, grown) if pace else step
+    """The agreed step of the view that follows: up and down slowly, or limits would be moved on purpose.
+
+    0: most members could not measure the last one.
+    """
+    if not pace or not step:
+        return pace or step
+    grown, fallen = (pace * one // other for one, other in (_GROWTH, _GROWTH[::-1]))
+    return min(max(step, fallen), grown + 1)
 
 
 def find_leak(pace: int) -> int:
@@ -231,21 +255,25 @@ def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], clai
     charges, fresh = dict[int, int](), set[Pair]()
     for key, vouched in enumerate(reading.late):
         excuses = _find_excuses(reading, key, rifts) if vouched > grace and key not in estranged else {}
-        excused = min(sum(excuses.values()), _MOST_EXCUSED * pace, vouched)
+        across = sum(wait for other, wait in excuses.items() if make_pair(key, other) in rifts)
+        known = sum(excuses.values()) - across + min(across, max(0, vouched - reading.parts[key]))
+        excused = min(known, _MOST_EXCUSED * pace, vouched)
         if vouched > excused:
             charges[key] = charges.get(key, 0) + vouched - excused
         for other in sorted(excuses, key=lambda other: (-excuses[other], other)):
             # No more than are needed, and none where an honest member saw whose fault it is: a rift counts for both.
-            if excused > 0 and reading.late[other] <= grace and other in estranged:
-                charges[other] = charges.get(other, 0) + min(excused, excuses[other])
-            elif excused > 0 and reading.late[other] <= grace:
+            if excused > 0 and reading.late[other] <= grace and make_pair(key, other) not in rifts:
                 fresh.add(make_pair(key, other))
             excused -= excuses[other]
     cost = min(reading.rounds, pace)  # no more, since others may draw it out
     paying: set[int] = set()
     counts = Counter(named for _, named in {*claims})
+    naming = Counter(namer for namer, _ in {*claims})
     for namer, named in sorted(claims):
         pair = make_pair(namer, named)
+        if naming[namer] > bound + _BAD_LINES:  # it was its own line
+            paying.add(namer)
+            continue
         # An honest member saw that it was late, or says so.
         if namer == named or reading.late[named] > grace or counts[named] > bound:
             paying.add(named)
@@ -261,9 +289,16 @@ def judge(reading: Reading, bound: int, pace: int, rifts: Collection[Pair], clai
 
 
 def _find_excuses(reading: Reading, key: int, rifts: Collection[Pair]) -> dict[int, int]:
-    """How much longer than all others a member says it waited for whom, where that is more than chance: than a hop."""
+    """How much longer than all others a member says it waited for whom, where that is more than chance: than a hop.
+
+    Across a rift, no longer than an honest member saw parts late, and it excuses no parts: of two that would excuse
+    each other one has to pay for those.
+    """
     beyond = {other: wait - reading.common[other] for other, wait in enumerate(reading.waits[key]) if other != key}
-    return {other: wait for other, wait in beyond.items() if wait > reading.hop and make_pair(key, other) not in rifts}
+    for other in beyond:
+        if make_pair(key, other) in rifts:
+            beyond[other] = min(reading.waits[key][other], reading.parts[other])
+    return {other: wait for other, wait in beyond.items() if wait > reading.hop}
 
 
 def make_pair(one: int, other: int) -> Pair:

@@ -291,6 +291,8 @@ class Peer:
         """Members between whom I stand: whose messages I pass on to whom."""
         self.relayed: list[tuple[bytes, bytes]] = []
         """The same, as pairs."""
+        self.passed: set[tuple[Any, ...]] = set()
+        """What of this attempt I have passed on."""
         self.apart: dict[bytes, tuple[bytes, ...]] = {}
         """From whom I have a rift, and who stands between us."""
         for rift in view.rifts if self.member else ():

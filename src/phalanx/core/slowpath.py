@@ -74,7 +74,8 @@ def is_timeout(letter: Letter, height: int, round_: int) -> bool:
 
 
 def misses(letter: Letter, key: bytes) -> bool:
-    return isinstance(letter.body, Timeout) and key in letter.body.missing
+    """Whether somebody says that it misses another member: that it misses itself says nothing."""
+    return isinstance(letter.body, Timeout) and key in letter.body.missing and letter.message.sender != key
 
 
 # ---- What is exchanged in it

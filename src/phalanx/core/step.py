@@ -47,7 +47,7 @@ from phalanx.core.effects import (
     Story,
 )
 from phalanx.core.events import AttemptStarted
-from phalanx.core.handlers import send_aggregate, send_part
+from phalanx.core.handlers import pass_on, send_aggregate, send_part
 from phalanx.core.justice import (
     UNKNOWN,
     decide_aggregates,
@@ -91,10 +91,12 @@ def run_attempt(peer: Peer) -> Story:
         return (yield from abort(peer, offenders))
 
     # Scatter, AGGREGATE, gather: part j goes to member j, who returns the clipped mean.
+    yield from pass_on(peer)
     yield from scatter(peer, own)
     patience = 4 * config.delta + config.transfer_time  # others may complete a height 3 delta after me
     aggregate = yield from aggregate_part(peer, patience)
     yield from agree(peer, Phase.AGGREGATE, aggregate, work=patience)
+    yield from pass_on(peer)
     transcript.served = find_served(transcript)
     offenders = find_offenders(config, transcript, Phase.AGGREGATE)
     requests, opened_at = find_requests(transcript), peer.time
@@ -272,14 +274,14 @@ def aggregate_part(peer: Peer, patience: float) -> Story:
             if opening is not None:  # the others are here: these are late
                 until = min(peer.entered + patience, opening[1])
                 times = sorted({opening[0], *(x for x in times if peer.entered + patience / 2 >= x > peer.time)})
-        if not wanted or peer.time >= until:
+        if not wanted or peer.time >= max(until, peer.awake):
             break
         if times and peer.time >= times[0]:
             times = [x for x in times if x > peer.time]
             for lost in wanted:
                 if not times or not peer.is_coming(lost):
                     yield from ask_part(peer, lost, (lost[2],))
-        yield from peer.listen(min([until, *times]))
+        yield from peer.listen(min([max(until, peer.awake), *times]))
     trials = tuple(list_trials(peer))
     if wanted:
         missing = tuple(sorted(view.roster.index(place[2]) for place in wanted))
