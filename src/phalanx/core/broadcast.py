@@ -264,6 +264,8 @@ class _Exchange:
     supports: dict[bytes, Values] = field(default_factory=dict)
     """What each member itself put in for this height: the first letter of each sender."""
     certificate: list[Letter] | None = None
+    end: float = math.inf
+    """When its rounds are over."""
     whole: bytes | None = None
     """The root of the messages that I have said I hold of all members."""
     prepared: list[Letter] | None = None
@@ -394,21 +396,21 @@ class _Exchange:
             self.seen.supports[compute_values_root(roster, values)] = values
 
     def find_whole(self) -> Values | None:
-        """A message of each member at this height, if I hold one and no other, and nobody has named another root."""
+        """A message of each member at this height, if I have accepted one and no other, and nobody names another root.
+
+        All honest members come to accept the same, so this is what the slow path will end with.
+        """
         peer, roster, phase = self.peer, self.epoch.view.roster, self.epoch.heights[self.height]
-        if phase in SEALING or self.is_bound:
+        here, beyond = self.seen.here, peer.page(self.height + 1)
+        if phase in SEALING or self.is_bound or any(k not in here.letters or k in here.seconds for k in roster):
             return None
-        page, beyond = peer.page(self.height), peer.page(self.height + 1)
-        here: Values = (
-            self.epoch.phases[phase] if self.height <= peer.level else {**self.seen.here.letters, **page.letters}
-        )
-        if any(key not in here or key in page.seconds or key in self.seen.here.seconds for key in roster):
-            return None
-        values = {key: here[key] for key in roster}
+        values = {key: here.letters[key] for key in roster}
         named, root = {x.message.previous for x in values.values()}, compute_values_root(roster, values)
         expected = named if self.height <= peer.level else {peer.root}
         if self.height > self.epoch.view.height and (len(named) > 1 or named != expected):
             return None
+        if self.height <= peer.level and {**values} != {**self.epoch.phases[phase]}:
+            return None  # I have gone on from others
         said = [*beyond.letters.values(), *beyond.seconds.values(), *self.seen.next.letters.values()]
         return values if all(x.message.previous == root for x in said if x.message.sender in roster) else None
 
@@ -501,7 +503,8 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
                     return epoch, height
                 final = _find_final(peer, epoch, height) or _find_departure(peer, epoch, height + 1)
-                shown = exchange.find_unanimous() if final is None else None
+                early = peer.now <= exchange.end - 2 * peer.config.delta
+                shown = exchange.find_unanimous() if final is None and early else None
                 if shown is not None:
                     if halted:
                         yield Note(Resumed(epoch.view.step))
@@ -609,6 +612,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
         held = ()
     start = peer.now
     end = start + max(2, view.bound + 1) * length  # what one holds at its start all have in the second round
+    exchange.end = end
     due, unshown = start + 0.75 * length, list[bytes]()
     while True:
         queues = peer.gossip.get((height, round_), {})
@@ -630,7 +634,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
             unshown.clear()
         yield from _say_whole(exchange, others)
         outrun = exchange.certificate is not None and not exchange.is_bound
-        if exchange.find_unanimous() is not None:
+        if peer.now <= end - 3 * peer.config.delta and exchange.find_unanimous() is not None:
             return
         if outrun or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
             return
@@ -643,7 +647,8 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
 
 def _say_whole(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
     """Say once that I hold a message of each member, and which: then this slow path may be over for all."""
-    values = exchange.find_whole() if exchange.whole is None else None
+    soon = exchange.peer.now <= exchange.end - 4 * exchange.peer.config.delta  # and all hear of it before the end
+    values = exchange.find_whole() if exchange.whole is None and soon else None
     if values is not None:
         view = exchange.epoch.view
         exchange.whole = compute_values_root(view.roster, values)
@@ -1018,7 +1023,6 @@ def _await_round(
                 raise _Later(m.Alarm(height, round_, ()))
             yield from peer.receive(end)
             _take_gossip(peer, height, round_)
-            yield from _say_whole(exchange, others)
 
 
 def _count_held(peer: Peer, height: int) -> tuple[int, int]:

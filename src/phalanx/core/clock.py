@@ -51,9 +51,11 @@ def note_letters(peer: Peer, height: int, phase: Phase, page: Page) -> None:
         allowed = _find_allowed(peer, page) if phase is Phase.REPORT else {}
     reference = None
     if phase is Phase.COMMIT:  # those who have a gradient to compute, and I if I have
-        mine = {peer.index: max(0.0, page.times[peer.key] - begins.get(peer.key, peer.entered))}
-        places = [view.roster.index(key) for key in peer.duties.contributors]
-        reference = [(offsets | mine)[place] for place in places if place in offsets | mine]
+        said = page.times.get(peer.key)  # not after a restart
+        mine = {peer.index: max(0.0, said - begins.get(peer.key, peer.entered))} if said is not None else {}
+        known = offsets | mine
+        places = (view.roster.index(key) for key in peer.duties.contributors)
+        reference = [known[place] for place in places if place in known]
     lags = _measure(peer, offsets, allowed, slack, reference)
     clock.watch.add(view.roster, lags, again=phase in _AGAIN)
     if phase is Phase.REVEAL and offsets:
