@@ -870,7 +870,11 @@ bug(
 
 bug(
     "as many as may lie vouch for who was late",
-    ("read_timings", "reverse=True), bound)", "reverse=True), bound - 1)"),
+    (
+        "read_timings",
+        "vouched.append(_get(sorted((late[place][key] for place in others), reverse=True), bound))",
+        "vouched.append(_get(sorted((late[place][key] for place in others), reverse=True), bound - 1))",
+    ),
     peers=7,
     steps=4,
     attackers=(f"{HERE}:Slander", f"{HERE}:Slander"),
@@ -1066,7 +1070,7 @@ unit_bug(
 unit_bug(
     "lateness in a slow path is not noted",
     "simulation/test_seals.py::test_lateness_at_confirm_counts_every_time",
-    ("_note_late", "in peer.page(height).letters}", "in ()}"),
+    ("_note_late", "if key in letters}", "if key in ()}"),
 )
 unit_bug(
     "nobody comes back",

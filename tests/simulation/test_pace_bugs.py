@@ -29,11 +29,15 @@ BUGS: dict[str, tuple[Edit, Callable[[], None]]] = {
         rules.test_a_victim_is_not_charged_and_stands_apart_from_whom_it_names,
     ),
     "liars alone vouch": (
-        Edit("read_timings", "reverse=True), bound)", "reverse=True), bound - 1)"),
+        Edit(
+            "read_timings",
+            "(late[place][key] for place in others), reverse=True), bound)",
+            "(late[place][key] for place in others), reverse=True), bound - 1)",
+        ),
         rules.test_what_one_more_than_the_liars_saw_is_vouched_for,
     ),
     "one delay is paid twice": (
-        Edit("Stopwatch.add_inputs", "lag - since.get(roster[place], 0)", "lag"),
+        Edit("Stopwatch.add_inputs", "lag - since.get(key, 0)", "lag"),
         rules.test_parts_count_only_where_messages_were_not_as_late_meanwhile,
     ),
     "debts are forgotten from step to step": (

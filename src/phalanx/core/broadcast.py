@@ -503,8 +503,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
                     return epoch, height
                 final = _find_final(peer, epoch, height) or _find_departure(peer, epoch, height + 1)
-                early = peer.now <= exchange.end - 2 * peer.config.delta
-                shown = exchange.find_unanimous() if final is None and early else None
+                shown = exchange.find_unanimous() if final is None else None
                 if shown is not None:
                     if halted:
                         yield Note(Resumed(epoch.view.step))
@@ -515,7 +514,7 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     yield from _fetch_lacking(peer, others)
                     core = _choose(exchange)
                 if core is not None:
-                    final, mine = yield from _vote(peer, epoch, height, round_, core)
+                    final, mine = yield from _vote(exchange, core)
                     prepared = mine or prepared
                 if final is not None:
                     if halted:
@@ -634,7 +633,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
             unshown.clear()
         yield from _say_whole(exchange, others)
         outrun = exchange.certificate is not None and not exchange.is_bound
-        if peer.now <= end - 3 * peer.config.delta and exchange.find_unanimous() is not None:
+        if exchange.find_unanimous() is not None:
             return
         if outrun or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
             return
@@ -808,8 +807,9 @@ def _core(letter: Letter) -> bytes:
     return encode(msgspec.structs.replace(letter.body, round=0, final=False))
 
 
-def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outcome) -> Story:
+def _vote(exchange: _Exchange, core: m.Outcome) -> Story:
     """Two votes. Returns a quorum of final votes and one of first votes, where there is one."""
+    peer, epoch, height, round_ = exchange.peer, exchange.epoch, exchange.height, exchange.round
     view, delta, others = epoch.view, peer.config.delta, _others(peer, epoch)
     quorum, wanted = compute_quorum(peer.config, view), encode(core)
     firsts: list[Letter] | None = None
@@ -833,6 +833,8 @@ def _vote(peer: Peer, epoch: Transcript, height: int, round_: int, core: m.Outco
             ]
             if len(votes) >= quorum:
                 break
+            if not final and exchange.find_unanimous() is not None:
+                raise _Later(m.Alarm(height, round_, ()))  # others have left by that, and are shown to me
             if peer.now >= end:
                 return None, firsts
             yield from peer.receive(end)

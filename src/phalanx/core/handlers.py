@@ -13,6 +13,7 @@ from phalanx.core.certificates import find_certificate, find_phase
 from phalanx.core.crypto import Domain
 from phalanx.core.effects import Broadcast, Effect, ReadState, Send, Sign, Story
 from phalanx.core.membership import decode_view, encode_view, is_another_electorate
+from phalanx.core.merkle import hash_part
 from phalanx.core.messages import MAX_CHUNK, Phase
 from phalanx.core.peer import FUTURE_HEIGHTS, KEPT_ROUNDS, Handler, Lost, Peer, Pile, compute_case_digest
 from phalanx.core.slowpath import (
@@ -73,9 +74,11 @@ def pass_on(peer: Peer) -> Story:
             if data is not None:
                 peer.passed.add(mine)
                 yield from send_part(peer, (other,), mine, data)
-        if (*step, part, other) not in peer.passed and peer.has_aggregate(peer.transcript, part):
+        said, held = (peer.transcript.aggregates or {}).get(key), peer.aggregates.get((*step, part))
+        result = said.body.result if said is not None and isinstance(said.body, m.Aggregate) else None
+        if held is not None and (*step, part, other) not in peer.passed and hash_part(held) == result:
             peer.passed.add((*step, part, other))
-            yield from send_aggregate((other,), *step, part, peer.aggregates[*step, part])
+            yield from send_aggregate((other,), *step, part, held)
 
 
 def _on_certificate(peer: Peer, sender: bytes, message: m.Certificate) -> Story:

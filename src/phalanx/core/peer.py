@@ -472,6 +472,9 @@ class Peer:
         elif domain is Domain.OUTCOME and isinstance(letter.body, m.Outcome):
             self._drop_rounds(self.votes, height, message.sender, letter.body.round)
             self.votes.setdefault((height, letter.body.round, letter.body.final), {}).setdefault(message.sender, letter)
+            left = height in self.finals and self.finals[height][0].domain is not Domain.OUTCOME
+            if left and letter.body.final and letter.body.ends:  # others ended the slow path otherwise: how?
+                return (Send(message.sender, m.PullChain(self.base.height)),)
         elif domain is Domain.ENDORSEMENT and isinstance(letter.body, m.Endorsement):
             self.wholes.setdefault(height, {})[message.sender] = letter
         elif domain is Domain.TRIAL and isinstance(letter.body, m.Trial):

@@ -116,6 +116,7 @@ def run_attempt(peer: Peer) -> Story:
             return ending
     if offenders.ends_attempt:
         return (yield from abort(peer, offenders))
+    yield from pass_on(peer)
     if peer.member:
         note_parts(peer, requests, opened_at)
     aggregated_at = peer.time
