@@ -311,7 +311,7 @@ def test_two_that_miss_themselves_call_nobody_back_to_a_seal() -> None:
     attack = AlarmAtSeal(delay=5.975, second=True)
     swarm = make_swarm({8: attack, 9: attack}, founders=10, steps=8, links=EVEN)
     leavers = [leave(swarm, 0), leave(swarm, 1)]
-    one = swarm.plot.notes["spared"] = swarm.keys[2]
+    swarm.plot.notes["spared"] = swarm.keys[2]
     swarm.plot.notes["victim"] = swarm.keys[3]
     swarm.run(200.0, swarm.is_over)
     assert swarm.plot.notes["shown"]
