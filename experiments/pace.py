@@ -127,8 +127,8 @@ def measure(scenario: str, gradient: float, steps: int, seed: int) -> Result:
     calm = median(list_steps(run_swarm(gradient, None, 0, False, START + 10, seed))[0][SETTLE:])
     swarm = run_swarm(gradient, attack, attackers, scenario == "slow_honest", steps, seed)
     durations, rosters = list_steps(swarm)
-    present = [step for step, roster in enumerate(rosters) if roster & swarm.byzantine]
-    end = present[-1] + 1 if attackers and present[-1] + SETTLE < len(rosters) - 1 else None
+    alone = (step for step, roster in enumerate(rosters) if attackers and not roster & swarm.byzantine)
+    end = next((step for step in alone if step >= START), None)  # what they cost when they are back counts as well
     # The step after the last attacker went begins with gradients for another roster: that, too, is its cost.
     spell = durations[START : None if end is None else end + 2]
     rest = durations[START:] if end is None else durations[end + 2 :]
