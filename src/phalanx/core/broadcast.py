@@ -7,8 +7,7 @@ here and name one root, the height is complete, and the one before it is settled
 It is Dolev-Strong broadcast: ``bound + 1`` rounds of ``2 delta``, in round ``i`` an item is accepted with ``i``
 signatures and passed on with one more. Two votes settle what follows, so that even when ``delta`` was broken two
 quorums never settle different things. A member that has completed the next height does not join; it shows that height's
-messages, an item like any other, and whoever accepts it is back on the fast path. So is whoever hears from *all*
-members that they hold the same message of each: what was missing came, and the height is what it would have been.
+messages, an item like any other, and whoever accepts it is back on the fast path.
 
 See docs/PROTOCOL.md, section 4, and docs/DEVIATIONS.md.
 """
@@ -170,22 +169,10 @@ def _pull(peer: Peer, height: int, work: float, checked: bool, early: bool) -> S
     missing = _list_missing(peer, peer.page(height), checked)
     asked = peer.others if peer.member and not early else peer.choose_some()
     if missing:
-        yield from _show_whole(peer, height - 1, missing)
         yield Broadcast(asked, m.PullMessages(height, missing))
     patience = 8 * peer.config.delta + work if peer.member else peer.config.delta if peer.on_trial else 0.0
     if peer.time >= peer.entered + patience:
         yield Broadcast(asked, m.PullChain(peer.base.height))
-
-
-def _show_whole(peer: Peer, height: int, missing: Sequence[bytes]) -> Story:
-    """Show those that I miss why the height before is settled. The first members after each do: one is honest."""
-    roster, shown = peer.view.roster, peer.finals.get(height, ())
-    if not shown or not peer.member or any(x.domain is Domain.OUTCOME for x in shown):
-        return
-    for key in missing:
-        place = (peer.index - roster.index(key)) % len(roster)
-        if 0 < place <= peer.view.bound + 1:
-            yield Send(key, m.Certificate(shown))
 
 
 # ---- Opening
@@ -264,10 +251,6 @@ class _Exchange:
     supports: dict[bytes, Values] = field(default_factory=dict)
     """What each member itself put in for this height: the first letter of each sender."""
     certificate: list[Letter] | None = None
-    end: float = math.inf
-    """When its rounds are over."""
-    whole: bytes | None = None
-    """The root of the messages that I have said I hold of all members."""
     prepared: list[Letter] | None = None
     shown: set[bytes] = field(default_factory=set)
     """Which prepared outcomes came with their votes."""
@@ -395,42 +378,6 @@ class _Exchange:
             values = {key: held[key] for key in roster}
             self.seen.supports[compute_values_root(roster, values)] = values
 
-    def find_whole(self) -> Values | None:
-        """A message of each member at this height, if I have accepted one and no other, and nobody names another root.
-
-        All honest members come to accept the same, so this is what the slow path will end with.
-        """
-        peer, roster, phase = self.peer, self.epoch.view.roster, self.epoch.heights[self.height]
-        here, beyond = self.seen.here, peer.page(self.height + 1)
-        if phase in SEALING or self.is_bound or any(k not in here.letters or k in here.seconds for k in roster):
-            return None
-        values = {key: here.letters[key] for key in roster}
-        named, root = {x.message.previous for x in values.values()}, compute_values_root(roster, values)
-        expected = named if self.height <= peer.level else {peer.root}
-        if self.height > self.epoch.view.height and (len(named) > 1 or named != expected):
-            return None
-        if self.height <= peer.level and {**values} != {**self.epoch.phases[phase]}:
-            return None  # I have gone on from others
-        said = [*beyond.letters.values(), *beyond.seconds.values(), *self.seen.next.letters.values()]
-        return values if all(x.message.previous == root for x in said if x.message.sender in roster) else None
-
-    def find_unanimous(self) -> tuple[Signed, ...] | None:
-        """What shows that all members hold what I hold: they say so, or have gone on from it."""
-        if self.whole is None or self.find_whole() is None:
-            return None
-        item, said = compute_digest("whole", self.whole), self.peer.wholes.get(self.height, {})
-        beyond = self.peer.page(self.height + 1).letters
-        shown: list[Signed] = []
-        for key in self.epoch.view.roster:
-            letter = said.get(key)
-            if letter is not None and isinstance(letter.body, m.Endorsement) and letter.body.item == item:
-                shown.append(letter.message)
-            elif key in beyond and beyond[key].message.previous == self.whole:
-                shown.append(beyond[key].message)
-            else:
-                return None
-        return tuple(shown)
-
     def _is_complete(self, letters: Sequence[Letter]) -> bool:
         """Whether these are all messages of the next height: then nobody honest is left behind at this one."""
         sealing = self.epoch.sealing if self.epoch.heights.get(self.height) in SEALING else None
@@ -503,12 +450,6 @@ def slow(peer: Peer, epoch: Transcript, height: int, alarm: m.Alarm) -> Story:
                     yield from _catch_up(peer, epoch, height, exchange.certificate[0].message.previous)
                     return epoch, height
                 final = _find_final(peer, epoch, height) or _find_departure(peer, epoch, height + 1)
-                shown = exchange.find_unanimous() if final is None else None
-                if shown is not None:
-                    if halted:
-                        yield Note(Resumed(epoch.view.step))
-                    _take_whole(exchange, shown)
-                    return epoch, height
                 core = _choose(exchange) if final is None else None
                 if final is None and core is None and peer.lacking:
                     yield from _fetch_lacking(peer, others)
@@ -611,7 +552,6 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
         held = ()
     start = peer.now
     end = start + max(2, view.bound + 1) * length  # what one holds at its start all have in the second round
-    exchange.end = end
     due, unshown = start + 0.75 * length, list[bytes]()
     while True:
         queues = peer.gossip.get((height, round_), {})
@@ -631,10 +571,7 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
             for member in unshown:
                 yield from _show(exchange, member)
             unshown.clear()
-        yield from _say_whole(exchange, others)
         outrun = exchange.certificate is not None and not exchange.is_bound
-        if exchange.find_unanimous() is not None:
-            return
         if outrun or peer.now >= end or _find_final(peer, exchange.epoch, height) is not None:
             return
         if _find_departure(peer, exchange.epoch, height + 1) is not None:
@@ -642,29 +579,6 @@ def _exchange_items(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
         yield from peer.receive(min(end, due) if unshown else end)
         _look_below(peer, height)
         _look_ahead(peer, exchange.epoch, height, round_)
-
-
-def _say_whole(exchange: _Exchange, others: tuple[bytes, ...]) -> Story:
-    """Say once that I hold a message of each member, and which: then this slow path may be over for all."""
-    soon = exchange.peer.now <= exchange.end - 4 * exchange.peer.config.delta  # and all hear of it before the end
-    values = exchange.find_whole() if exchange.whole is None and soon else None
-    if values is not None:
-        view = exchange.epoch.view
-        exchange.whole = compute_values_root(view.roster, values)
-        body = m.Endorsement(exchange.round, compute_digest("whole", exchange.whole))
-        mine = yield Sign(exchange.height, view.step, view.attempt, Phase.COMMIT, bytes(32), body)
-        exchange.peer.take(mine)
-        yield Broadcast(others, mine)
-
-
-def _take_whole(exchange: _Exchange, shown: tuple[Signed, ...]) -> None:
-    """Go on as if nothing had been missing; those who have not heard it of all are shown it when they ask, or lag."""
-    peer, height = exchange.peer, exchange.height
-    for letter in (exchange.find_whole() or {}).values():
-        peer.take(letter.message)
-    peer.finals[height] = shown
-    exchange.epoch.filled.add(height)
-    _note_late(peer, height)
 
 
 def _show(exchange: _Exchange, member: bytes) -> Story:
@@ -833,8 +747,6 @@ def _vote(exchange: _Exchange, core: m.Outcome) -> Story:
             ]
             if len(votes) >= quorum:
                 break
-            if not final and exchange.find_unanimous() is not None:
-                raise _Later(m.Alarm(height, round_, ()))  # others have left by that, and are shown to me
             if peer.now >= end:
                 return None, firsts
             yield from peer.receive(end)
@@ -1021,7 +933,7 @@ def _await_round(
         while peer.now < end and (said or known == _count_held(peer, height)):
             _look_below(peer, height)
             _look_ahead(peer, epoch, height, round_)
-            if _find_final(peer, epoch, height) is not None or exchange.find_unanimous() is not None:
+            if _find_final(peer, epoch, height) is not None:
                 raise _Later(m.Alarm(height, round_, ()))
             yield from peer.receive(end)
             _take_gossip(peer, height, round_)

@@ -175,8 +175,6 @@ class Peer:
         """How slow paths may end, by digest: those that I came to, or asked for."""
         self.finals: dict[int, tuple[Signed, ...]] = {}
         """Final votes of slow paths that are settled."""
-        self.wholes: dict[int, dict[bytes, Letter]] = {}
-        """By height and member: which messages it says it holds of all members there (``Endorsement``)."""
         self.alarms: dict[int, m.Alarm] = {}
         """Valid openings of slow paths that this peer has not joined yet."""
         self.gossip: dict[tuple[int, int], dict[bytes, Pile]] = {}
@@ -319,7 +317,7 @@ class Peer:
         for table in (*kept, *times):
             _drop(table, [place for place in table if place[0] < old])
         _drop(self.own, [place for place in self.own if place < old])
-        for table in (self.pages, self.trials, self.alarms, self.finals, self.wholes):
+        for table in (self.pages, self.trials, self.alarms, self.finals):
             _drop(table, [place for place in table if place < oldest])
         for table in (self.timeouts, self.votes, self.gossip):
             _drop(table, [place for place in table if place[0] < oldest])
@@ -472,11 +470,6 @@ class Peer:
         elif domain is Domain.OUTCOME and isinstance(letter.body, m.Outcome):
             self._drop_rounds(self.votes, height, message.sender, letter.body.round)
             self.votes.setdefault((height, letter.body.round, letter.body.final), {}).setdefault(message.sender, letter)
-            left = height in self.finals and self.finals[height][0].domain is not Domain.OUTCOME
-            if left and letter.body.final and letter.body.ends:  # others ended the slow path otherwise: how?
-                return (Send(message.sender, m.PullChain(self.base.height)),)
-        elif domain is Domain.ENDORSEMENT and isinstance(letter.body, m.Endorsement):
-            self.wholes.setdefault(height, {})[message.sender] = letter
         elif domain is Domain.TRIAL and isinstance(letter.body, m.Trial):
             held = self.trials.setdefault(height, {}).setdefault(message.sender, {})
             if len(held) < _MOST_TRIALS or ("trial", self.view.step, letter.digest) in self.asked:

@@ -91,8 +91,6 @@ class Transcript:
     """Probationers whose commit a majority has listed, and its digest (``justice.find_served``)."""
     settled: set[int] = field(default_factory=set)
     """Heights whose slow path ended without anybody going."""
-    filled: set[int] = field(default_factory=set)
-    """Those of them that were over when what was missing came: who was late there pays for it as anywhere."""
     randomness: bytes | None = None
     heard: list[Values] = field(default_factory=list)
     """The votes of rounds that are over: another VOTE follows."""
@@ -103,7 +101,7 @@ class Transcript:
 
     def is_measured(self, *heights: int) -> bool:
         """Whether what these heights took says who was late: where a slow path went to its end, nobody knows."""
-        return self.settled.isdisjoint(heights) or self.filled.issuperset(self.settled.intersection(heights))
+        return self.settled.isdisjoint(heights)
 
     def record(self, height: int, phase: Phase, values: Values) -> None:
         self.phases[phase] = values
